@@ -32,7 +32,7 @@ from eval.smollm2.prompts import Conversation, ask
 from eval.smollm2.target import target_folder
 
 SEED = 0
-BATCH, LONGEST, NEW_TOKENS = 64, 640, 256
+BATCH, LONGEST, NEW_TOKENS = 64, 640, 128
 TEMPERATURES = (0.0, 0.0, 0.0, 0.7, 0.7, 1.0)
 
 #: Layers whose outputs the head reads. Kept besides is the state that the target's own head reads.
@@ -46,6 +46,7 @@ SHARES = {
     "passages": 700,
     "dialogues": 400,
     "writing": 700,
+    "tasks": 2800,
 }
 
 FORMS = (
@@ -58,37 +59,17 @@ ORDERS = (
     "I need a {form} about {topic}. Make it lively.",
     "Explain the advantages and drawbacks of {topic}, as a {form}.",
 )
+TASKS = (
+    "Summarize this text in two sentences.\n\n{text}",
+    "What are the key points of the following?\n\n{text}",
+    "Say in simple words what this text is about.\n\n{text}",
+    "{text}\n\nList all names in this text, and what is said about each.",
+    "{text}\n\nWhich dates and numbers are in this text? Make a table.",
+    "{text}\n\nGive the most important facts as JSON.",
+)
+LANGUAGES = ("French", "Spanish", "German", "Italian")
 CODE_ORDERS = ("Complete the code I provided.\n\n", "Complete this Python function:\n\n", "",
                "Finish the following function. Answer with code only.\n\n")  # fmt: skip
-
-#: Sets with answers of people, their family, and how many of them are read at most.
-HUMAN_SETS = (
-    ("dolly_15k", "chat", 2200),
-    ("gsm8k_train", "math", 500),
-    ("mbpp_train", "code", 300),
-)
-
-#: Before the family of a person's answer.
-HUMAN = "human "
-
-
-def human_answers(data: Path) -> list[tuple[str, Conversation, str]]:
-    """Family, conversation and a person's answer, mixed; the target's words beside them are learnt.
-
-    The target reads them five times as fast as it answers, and they are broader than its own.
-    """
-    found = []
-    for name, family, most in HUMAN_SETS:
-        answered = [row for row in read_rows(data, name) if row.get("reference")]
-        random.Random(SEED + 1).shuffle(answered)
-        for row in answered[:most]:
-            reply = re.sub("<<.*?>>", "", row["reference"])  # GSM8K's calculator marks
-            if len(row["turns"][0]) < 500:
-                found.append((family, ask(row["turns"][0]), reply))
-    for head, body in _functions(data):
-        found.append(("code", ask(CODE_ORDERS[0] + head), f"```python\n{head}{body}\n```"))
-    random.Random(SEED).shuffle(found)
-    return found
 
 
 def training_prompts(data: Path) -> list[tuple[str, Conversation]]:
@@ -98,10 +79,11 @@ def training_prompts(data: Path) -> list[tuple[str, Conversation]]:
         "chat": [ask(t) for t in _turns(data, "dolly_15k") + _turns(data, "self_instruct_seed")],
         "math": [ask(t) for t in _turns(data, "gsm8k_train")],
         "code": [ask(t) for t in _turns(data, "mbpp_train")]
-        + [ask(rng.choice(CODE_ORDERS) + head) for head, _ in _functions(data)],
+        + [ask(rng.choice(CODE_ORDERS) + head) for head in _functions(data)],
         "passages": [ask(rng.choice(("", "Read this.\n\n")) + t) for t in _turns(data, "xquad_en")],
         "dialogues": [_dialogue(row["text"], rng) for row in read_rows(data, "sgd_dialogues")],
         "writing": [ask(text) for text in _writing(data, rng)],
+        "tasks": [ask(text) for text in _tasks(data, rng)],
     }
     mixed = []
     for family, most in SHARES.items():
@@ -121,8 +103,8 @@ def _turns(data: Path, name: str) -> list[str]:
     return [row["turns"][0] for row in read_rows(data, name)]
 
 
-def _functions(data: Path) -> Iterator[tuple[str, str]]:
-    """Signature with docstring, and body, of each documented function."""
+def _functions(data: Path) -> Iterator[str]:
+    """Signature and docstring of each documented function."""
     for row in read_rows(data, "code_thealgorithms"):
         try:
             tree = ast.parse(row["text"])
@@ -132,8 +114,7 @@ def _functions(data: Path) -> Iterator[tuple[str, str]]:
         for node in tree.body:
             if isinstance(node, ast.FunctionDef) and ast.get_docstring(node):
                 end = node.body[0].end_lineno or 0
-                head, body = lines[node.lineno - 1 : end], lines[end : node.end_lineno]
-                yield "\n".join(head) + "\n", "\n".join(body)
+                yield "\n".join(lines[node.lineno - 1 : end]) + "\n"
 
 
 def _dialogue(text: str, rng: random.Random) -> Conversation:
@@ -156,6 +137,23 @@ def _writing(data: Path, rng: random.Random) -> Iterator[str]:
     ]  # fmt: skip
     for topic in topics:
         yield rng.choice(ORDERS).format(form=rng.choice(FORMS), topic=topic)
+
+
+def _tasks(data: Path, rng: random.Random) -> Iterator[str]:
+    """Orders of our own about passages of the training text, and sentences of it to translate."""
+    texts = {turn.split("\n\nQuestion:")[0] for turn in _turns(data, "xquad_en")}
+    texts |= {
+        line.removeprefix("Background: ")
+        for row in read_rows(data, "world_factbook")
+        for line in row["text"].split("\n")
+        if line.startswith("Background: ")
+    }
+    for text in sorted(text for text in texts if len(text) < 1200):
+        for order in rng.sample(TASKS, 4):
+            yield order.format(text=text)
+        sentences = [found for found in re.split(r"(?<=[.?!]) ", text) if 30 < len(found) < 150]
+        for sentence in rng.sample(sentences, min(2, len(sentences))):
+            yield f"Translate this sentence to {rng.choice(LANGUAGES)}.\n\n{sentence}"
 
 
 # --- the target ----------------------------------------------------------------------------------
@@ -181,7 +179,10 @@ class Answer:
 
 def load_target(folder: Path) -> LlamaForCausalLM:
     """The target in bfloat16, frozen."""
-    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    # Decoding 64 rows on a CPU takes two thirds of the time with eager attention.
+    model = LlamaForCausalLM.from_pretrained(
+        folder, dtype=torch.bfloat16, attn_implementation="eager"
+    )
     return model.eval().requires_grad_(False)
 
 
@@ -240,11 +241,6 @@ class Answers:
         return found["tokens"], F.pad(found["states"], (0, 0, 0, 1))
 
 
-def own_answers(entries: Sequence[Entry]) -> list[Entry]:
-    """Those that the target gave."""
-    return [entry for entry in entries if not entry.family.startswith(HUMAN)]
-
-
 def prompt_ids(conversation: Conversation, tokenizer: Any) -> list[int]:
     """A conversation in the chat template, up to where the target answers."""
     ids: list[int] = tokenizer.apply_chat_template(
@@ -274,23 +270,6 @@ def batches(wanted: Iterator[Request]) -> Iterator[list[Request]]:
             yield from (mine[i : i + BATCH] for i in range(0, len(mine), BATCH))
 
 
-def read_human(
-    answers: Answers, model: LlamaForCausalLM, tokenizer: Any, data: Path, end: float
-) -> None:
-    """Add human answers with the target's states, until ``end``."""
-    done = sum(entry.family.startswith(HUMAN) for entry in answers.entries)
-    documents = human_answers(data)[done:]
-    for key, (family, conversation, reply) in enumerate(
-        tqdm(documents, desc="human answers"), done
-    ):
-        ids = prompt_ids(conversation, tokenizer)
-        said = [*tokenizer(reply)["input_ids"], model.config.eos_token_id]
-        if len(ids) + len(said) <= LONGEST:
-            answers.add(read(model, Request(key, ids), said), HUMAN + family)
-        if time.monotonic() > end:
-            break
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Answer prompts until the time is over; what is there already counts."""
     parser = argparse.ArgumentParser(prog="python -m eval.smollm2.answers", description=__doc__)
@@ -298,7 +277,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--data", type=Path, required=True, help="folder of the training text, *.jsonl")
     add("--work", type=Path, default=Path("runs/smollm2"), help="folder of the answers")
     add("--minutes", type=float, default=40.0)
-    add("--human-minutes", type=float, default=10.0, help="to read human answers")
     add("--threads", type=int, default=2)
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
@@ -307,8 +285,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     model, tokenizer = load_target(folder), AutoTokenizer.from_pretrained(folder)
     prompts = training_prompts(args.data)
     answers = Answers(args.work)
-    done = {entry.key for entry in own_answers(answers.entries)}
-    wanted = requests(prompts, tokenizer, done) if args.minutes else iter(())
+    wanted = requests(prompts, tokenizer, {entry.key for entry in answers.entries})
     end, tokens = time.monotonic() + 60 * args.minutes, 0
     with tqdm(total=len(prompts), initial=len(answers.entries), desc="answers") as bar:
         for batch in batches(wanted):
@@ -321,7 +298,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             bar.set_postfix_str(f"{tokens:,} tokens", refresh=False)
             if time.monotonic() > end:
                 break
-    read_human(answers, model, tokenizer, args.data, time.monotonic() + 60 * args.human_minutes)
     return 0
 
 

@@ -33,14 +33,7 @@ from eval.demo_models import export
 from eval.demo_models.modeling import Eagle3Head
 from eval.demo_models.train import STEP_DECAY, UNROLL, fit, frequent_tokens, unroll
 from eval.smollm2 import HEAD
-from eval.smollm2.answers import (
-    SEED,
-    Answers,
-    Entry,
-    load_target,
-    own_answers,
-    read_rows,
-)
+from eval.smollm2.answers import SEED, Answers, Entry, load_target, read_rows
 from eval.smollm2.target import target_folder
 
 #: ``config.json`` of the head, as it is shipped.
@@ -84,7 +77,7 @@ def draft_vocabulary(data: Path, answers: Answers, tokenizer: Any, size: int) ->
     The target's answers, and human ones beside them for what the former are too few to show.
     """
     own, human = np.zeros((2, size))
-    for entry in own_answers(answers.entries):
+    for entry in answers.entries:
         own += np.bincount(answers.read(entry)[0][entry.prompt :], minlength=size)
     for name in ("dolly_15k", "gsm8k_train", "mbpp_train", "self_instruct_seed"):
         texts = [row["reference"] for row in read_rows(data, name) if row.get("reference")]
@@ -154,34 +147,37 @@ def steps(head: Eagle3Head, embed: Tensor, batch: Batch) -> Iterator[Tensor]:
 
 
 class Loss:
-    """Cross-entropy against the target's distribution, summed over the draft steps."""
+    """Cross-entropy against the target's distribution, summed over the draft steps.
+
+    A chain ends with its first wrong draft, as on a server: no step behind it is learnt.
+    """
 
     def __init__(
         self, head: Eagle3Head, target: LlamaForCausalLM, kept: Tensor, maps: dict[str, Tensor]
     ) -> None:
-        self._head, self._kept, self._t2d = head, kept, maps["t2d"]
+        self._head, self._t2d = head, maps["t2d"]
         self._embed = target.model.embed_tokens.weight.float()
         self._kept_head = target.lm_head.weight[kept]
 
     def __call__(self, batch: Batch) -> tuple[Tensor, dict[str, float], list[Tensor]]:
-        """Loss, shares of agreement by step, and [R] for each step whether the two agree."""
+        """Loss, share of chains that survive each step, and [R] for each step which ones."""
         width, roots = self._embed.shape[1], batch.roots()
+        loss, survivors = torch.zeros(()), [torch.ones_like(roots, dtype=torch.bool)]
         with torch.autocast("cpu", torch.bfloat16):
-            with torch.no_grad():
-                said = batch.states[:, 3 * width :]
-                wanted = F.linear(said, self._kept_head).float().softmax(-1)
-                # Greedy answers tell the target's choice; of sampled ones this is the best kept.
-                best = self._kept[wanted.argmax(-1)]
-            loss, facts, hits = torch.zeros(()), dict[str, float](), []
             for k, state in enumerate(steps(self._head, self._embed, batch)):
-                rows = roots + k + 1
-                logits = self._head.lm_head(state)
-                known = self._t2d[batch.tokens[rows + 1]].float()
-                ce = -(wanted[rows] * logits.float().log_softmax(-1)).sum(-1)
-                loss = loss + STEP_DECAY**k * (ce * known).sum() / known.sum()
-                hits.append((self._kept[logits.argmax(-1)] == best[rows]) & known.bool())
-                facts[f"agree{k + 1}"] = hits[-1].float().mean().item()
-        return loss, facts, hits
+                chains = survivors[-1].nonzero()[:, 0]
+                rows = roots[chains] + k + 1
+                with torch.no_grad():
+                    said = F.linear(batch.states[rows, 3 * width :], self._kept_head).float()
+                    known = self._t2d[batch.tokens[rows + 1]]
+                logits = self._head.lm_head(state[chains]).float()
+                ce = -(said.softmax(-1) * logits.log_softmax(-1)).sum(-1)
+                loss = loss + STEP_DECAY**k * (ce * known).sum() / len(roots)
+                # Greedy answers tell the target's choice; of sampled ones this is the best kept.
+                right = (logits.argmax(-1) == said.argmax(-1)) & known
+                survivors.append(torch.zeros_like(survivors[-1]).index_fill(0, chains[right], True))
+        facts = {f"survive{k}": s.float().mean().item() for k, s in enumerate(survivors) if k}
+        return loss, facts, survivors[1:]
 
 
 @torch.no_grad()
@@ -189,7 +185,7 @@ def held_out(answers: Answers, entries: Sequence[Entry], loss: Loss) -> dict[str
     """Per family: share of roots whose first 1, 2, ... UNROLL drafts the target would choose."""
     survived: dict[str, list[Tensor]] = {}
     for entry in entries:
-        alive = torch.stack(loss(batch_of(answers, [entry]))[2]).cumprod(0).float()
+        alive = torch.stack(loss(batch_of(answers, [entry]))[2]).float()
         survived.setdefault(entry.family, []).append(alive)
     return {
         family: [round(x, 3) for x in torch.cat(found, 1).mean(1).tolist()]
@@ -228,13 +224,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         head.load_state_dict(known)
     learnt = [e for e in answers.entries if e.key % HELD_OUT and usable(e)]
     tested = [e for e in answers.entries if not e.key % HELD_OUT and usable(e)]
-    for name, entries in (("all", learnt), ("the target's own", own_answers(learnt))):
-        tokens = sum(entry.tokens - entry.prompt for entry in entries)
-        print(f"learns from {len(entries)} answers, {name}: {tokens:,} tokens", flush=True)
+    tokens = sum(entry.tokens - entry.prompt for entry in learnt)
+    print(f"learns from {len(learnt)} answers: {tokens:,} tokens", flush=True)
     loss = Loss(head, target, kept, maps)
     if args.minutes:
-        # Own answers twice: they are what is drafted behind on a server.
-        source = partial(batches, answers, learnt + own_answers(learnt))
+        source = partial(batches, answers, learnt)
         fit("head", head, (2e-3, 1e-3), source, lambda b: loss(b)[:2], args.minutes, args.work)
     survival = held_out(answers, tested, loss)
     print(json.dumps(survival))

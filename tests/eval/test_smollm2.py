@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaForCausalLM
 
+from eval.demo_models import export
 from eval.demo_models.modeling import CONFIGS, ChainCache, Eagle3Head
 from eval.demo_models.train import replies
 from eval.server import TARGET
@@ -24,7 +25,7 @@ from eval.smollm2.answers import (
     batches,
     read,
 )
-from eval.smollm2.train import UNROLL, Batch, batch_of, steps
+from eval.smollm2.train import STEP_DECAY, UNROLL, Batch, Loss, batch_of, steps
 
 AUX = (0, 2, 3)
 
@@ -137,6 +138,40 @@ def test_head_on_roots_alone_computes_what_the_whole_head_does(
             assert roots.tolist() == list(range(start + prompt - 1, start + rows))
             row += len(wanted)
         assert row == len(found[0])
+
+
+def test_a_chain_teaches_up_to_its_first_wrong_draft(model: Any) -> None:
+    torch.manual_seed(0)
+    config = CONFIGS["eagle3"]
+    head, width, drafts = Eagle3Head(config), config["hidden_size"], config["draft_vocab_size"]
+    kept = torch.arange(0, 2 * drafts, 2)
+    maps = export.vocabulary_maps(kept, model.config.vocab_size)
+    tokens = torch.where(torch.rand(40) < 0.9, 2 * torch.randint(4, (40,)), 1)  # 1 is not kept
+    batch = Batch(tokens, torch.randn(40, 4 * width), [(0, 15, 4), (15, 25, 1)])
+    with torch.no_grad():
+        head.lm_head.weight[1:] = 0.0  # half of all drafts are the first kept token
+        batch.states[torch.rand(40) < 0.9, 3 * width :] = 100 * model.lm_head.weight[kept[0]]
+        loss, _, survivors = Loss(head, model, kept, maps)(batch)
+    told = torch.nn.functional.linear(batch.states[:, 3 * width :], model.lm_head.weight[kept])
+    with torch.no_grad():
+        states = list(steps(head, model.model.embed_tokens.weight, batch))
+    wanted, ended = 0.0, []
+    for chain, root in enumerate(batch.roots().tolist()):
+        for k in range(UNROLL):
+            row = root + k + 1
+            logits = head.lm_head(states[k][chain])
+            known = int(batch.tokens[row + 1]) in kept
+            if known:
+                cross = torch.nn.functional.cross_entropy(logits, told[row].softmax(-1))
+                wanted += STEP_DECAY**k * cross.item()
+            if not (known and logits.argmax() == told[row].argmax()):
+                break
+        else:
+            k = UNROLL
+        ended.append(k)
+    assert len(set(ended)) > 1, "chains of one length show nothing"
+    assert torch.stack(survivors).sum(0).tolist() == ended
+    assert loss.item() == pytest.approx(wanted / len(ended), rel=0.02)
 
 
 def test_target_without_its_package_says_how_to_install_it(
