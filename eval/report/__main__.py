@@ -2,28 +2,51 @@
 
     python -m eval.report DIR [--out FOLDER]                      report.html, report.md, plots/
     python -m eval.report compare A B [--out FOLDER]              compare.html, compare.md, plots/
+    python -m eval.report figure compare.json                     compare.svg
 
-Reads what ``python -m eval.run`` wrote, also while it still runs. Every number is computed from
-the records; nothing is measured here. FOLDER is DIR, or compare in B, unless given.
+Reads what ``python -m eval.run`` wrote, also while it still runs; the figure is of the results of
+``python -m sglang_c2t compare``. Every number is computed from the records; nothing is measured
+here. FOLDER is DIR, or compare in B, unless given.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 
 from eval.bench.records import RecordError
+from eval.report.charts import pareto_chart
 from eval.report.compare import compare
 from eval.report.report import report
 from eval.report.results import load
+from sglang_c2t.files import write_texts
+
+
+def figure(results: Path) -> list[Path]:
+    """Draw the tokens/s of the servers that were compared over those of their requests."""
+    series = {
+        server["server"]: [
+            (int(load), 1e3 / median(run["tpot_ms"][0] for run in runs["repeats"]),
+             median(runs["tokens_per_second"]))
+            for load, runs in server["loads"].items()
+        ]
+        for server in json.loads(results.read_text()) if server["loads"]
+    }  # fmt: skip
+    few = [*reversed(series)][:1] + [*series][:1]  # --c2t, no speculation
+    drawn = pareto_chart("compare", series, few, "Throughput and speed of each request")
+    out = results.with_suffix(".svg")
+    write_texts({out: drawn.wide + "\n"})
+    return [out]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Write a report; 0, or 2 if there is nothing to report on."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    comparing = argv[:1] == ["compare"]
+    comparing, drawing = argv[:1] == ["compare"], argv[:1] == ["figure"]
     parser = argparse.ArgumentParser(
         "python -m eval.report", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -31,14 +54,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in ("A", "B") if comparing else ("DIR",):
         parser.add_argument(name, type=Path, help="folder of a benchmark run")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="where to write")
-    args = parser.parse_args(argv[comparing:])
+    args = parser.parse_args(argv[comparing or drawing :])
     try:
-        if comparing:
+        if drawing:
+            written = figure(args.DIR)
+        elif comparing:
             made = compare(load(args.A), load(args.B), (str(args.A), str(args.B)))
             written = made.write(args.out or args.B / "compare", "compare")
         else:
             written = report(load(args.DIR)).write(args.out or args.DIR, "report")
-    except (RecordError, OSError) as error:
+    except (RecordError, OSError, LookupError, ValueError) as error:
         print(f"eval.report: error: {error}", file=sys.stderr)
         return 2
     print(*(f"wrote {path}" for path in written), sep="\n")
