@@ -46,10 +46,10 @@ $(BIN)/uv:
 	$(BIN)/python -m pip install --quiet uv
 
 # Flags of servers on the CPU; $$target and $$draft are folders. Nothing overlaps there, and with speculation SGLang
-# does not try; without it, it would notice the end of an answer a step late.
+# does not try; without it, it would notice the end of an answer a step late. SGLang's adaptive rule would look for graphs.
 ON_CPU := SGLANG_USE_CPU_ENGINE=1 HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1
 CHAINS := --model-path $$target --device cpu --dtype float32 --max-running-requests 64 --sleep-on-idle \
-	  --disable-overlap-schedule \
+	  --disable-overlap-schedule --disable-cuda-graph \
 	  --speculative-algorithm EAGLE3 --speculative-draft-model-path $$draft \
 	  --speculative-num-steps 5 --speculative-eagle-topk 1 --speculative-num-draft-tokens 6
 

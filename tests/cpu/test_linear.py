@@ -42,10 +42,10 @@ def test_three_dimensions_keep_their_shape():
 
 
 def test_a_rows_result_does_not_depend_on_the_number_of_rows():
-    """From FEWEST_ROWS on, so that tokens of batches of different sizes agree to the last bit."""
+    """From 4 rows on, so that tokens of batches of different sizes agree to the last bit."""
     x, weight = torch.randn(64, 1536), torch.randn(576, 1536)
     all_rows = linear.linear(x, weight)
-    for rows in (linear.FEWEST_ROWS, 7, 16, 33):
+    for rows in (4, 7, 16, 33):
         assert torch.equal(linear.linear(x[:rows].contiguous(), weight), all_rows[:rows])
 
 
