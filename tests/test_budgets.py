@@ -20,7 +20,7 @@ LINES = {
     "eval/gpu": 1700,
     "eval/lossless": 1610,
     "eval/report": 1345,
-    "eval/smollm2": 1015,
+    "eval/smollm2": 1025,
     "eval/soak": 1140,
     "eval/tables": 750,
     "sglang_c2t": 1340,
