@@ -153,7 +153,7 @@ lock: $(STAMP)  ## Pin what pyproject.toml resolves to now, with its SGLang and 
 # Pages keep their folders, so that links between them hold; they link to the other files named here.
 docs: $(STAMP)  ## The guides as a site, runs/site/index.html
 	rm -rf runs/pages && mkdir -p runs/pages
-	cp -r --parents *.md patches/*.md eval/*.md eval/*/*.md eval/*/*/*.md eval/configs eval/smollm2/*.py \
+	cp -r --parents *.md patches/*.md eval/*.md eval/*.svg eval/*/*.md eval/*/*/*.md eval/configs eval/smollm2/*.py \
 	  sglang_c2t/guides runs/pages
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict -f eval/docs/mkdocs.yml
 
