@@ -19,7 +19,7 @@ LINES = {
     "eval/demo_models": 1110,
     "eval/gpu": 1700,
     "eval/lossless": 1610,
-    "eval/report": 1345,
+    "eval/report": 1350,
     "eval/smollm2": 1025,
     "eval/soak": 1140,
     "eval/tables": 750,
