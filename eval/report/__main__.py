@@ -2,11 +2,11 @@
 
     python -m eval.report DIR [--out FOLDER]                      report.html, report.md, plots/
     python -m eval.report compare A B [--out FOLDER]              compare.html, compare.md, plots/
-    python -m eval.report figure compare.json                     compare.svg
+    python -m eval.report figure compare.json                     compare.svg, beside it
 
-Reads what ``python -m eval.run`` wrote, also while it still runs; the figure is of the results of
-``python -m sglang_c2t compare``. Every number is computed from the records; nothing is measured
-here. FOLDER is DIR, or compare in B, unless given.
+Reads what ``python -m eval.run`` wrote, also while it still runs; ``figure`` reads what ``python -m
+sglang_c2t compare`` wrote. Every number is computed from the records; nothing is measured here.
+FOLDER is DIR, or compare in B, unless given.
 """
 
 from __future__ import annotations
@@ -24,20 +24,23 @@ from eval.report.compare import compare
 from eval.report.report import report
 from eval.report.results import load
 from sglang_c2t.files import write_texts
+from sglang_c2t.offline.compare import C2T, NONE
 
 
 def figure(results: Path) -> list[Path]:
-    """Draw the tokens/s of the servers that were compared over those of their requests."""
-    series = {
-        server["server"]: [
-            (int(load), 1e3 / median(run["tpot_ms"][0] for run in runs["repeats"]),
-             median(runs["tokens_per_second"]))
-            for load, runs in server["loads"].items()
-        ]
-        for server in json.loads(results.read_text()) if server["loads"]
-    }  # fmt: skip
-    few = [*reversed(series)][:1] + [*series][:1]  # --c2t, no speculation
-    drawn = pareto_chart("compare", series, few, "Throughput and speed of each request")
+    """Draw the tokens/s of servers over those of their requests; RecordError without results."""
+    try:
+        series = {
+            server["server"]: [
+                (int(load), 1e3 / median(run["tpot_ms"][0] for run in runs["repeats"]),
+                 median(runs["tokens_per_second"]))
+                for load, runs in server["loads"].items()
+            ]
+            for server in json.loads(results.read_text()) if server["loads"]
+        }  # fmt: skip
+    except (ValueError, LookupError, TypeError) as error:
+        raise RecordError(f"{results} holds no results of compare: {error!r}") from error
+    drawn = pareto_chart("compare", series, (C2T, NONE), "Throughput and speed of each request")
     out = results.with_suffix(".svg")
     write_texts({out: drawn.wide + "\n"})
     return [out]
@@ -52,8 +55,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     for name in ("A", "B") if comparing else ("DIR",):
-        parser.add_argument(name, type=Path, help="folder of a benchmark run")
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="where to write")
+        parser.add_argument(name, type=Path, help="what was measured")
+    if not drawing:
+        parser.add_argument("--out", type=Path, metavar="FOLDER", help="where to write")
     args = parser.parse_args(argv[comparing or drawing :])
     try:
         if drawing:
@@ -63,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             written = made.write(args.out or args.B / "compare", "compare")
         else:
             written = report(load(args.DIR)).write(args.out or args.DIR, "report")
-    except (RecordError, OSError, LookupError, ValueError) as error:
+    except (RecordError, OSError) as error:
         print(f"eval.report: error: {error}", file=sys.stderr)
         return 2
     print(*(f"wrote {path}" for path in written), sep="\n")
