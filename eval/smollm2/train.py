@@ -236,9 +236,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         source = partial(batches, answers, learnt)
         fit("head", head, (2e-3, 1e-3), source, lambda b: loss(b)[:2], args.minutes, args.work)
         if args.go_on:
-            head.load_state_dict(
-                {k: old.float().lerp(head.state_dict()[k], NEW_SHARE) for k, old in known.items()}
-            )
+            for name, weight in head.state_dict().items():  # of the head's own memory
+                weight.lerp_(known[name].float(), 1 - NEW_SHARE)
     survival = held_out(answers, tested, loss)
     print(json.dumps(survival))
     weights = dict(head.state_dict()) | maps
