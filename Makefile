@@ -46,7 +46,8 @@ $(BIN)/uv:
 	$(BIN)/python -m pip install --quiet uv
 
 # Flags of servers on the CPU; $$target and $$draft are folders. Nothing overlaps there, and with speculation SGLang
-# does not try; without it, it would notice the end of an answer a step late. SGLang's adaptive rule would look for graphs.
+# does not try; without it, it would notice the end of an answer a step late. There are no graphs either, for which
+# SGLang's adaptive rule would look.
 ON_CPU := SGLANG_USE_CPU_ENGINE=1 HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1
 CHAINS := --model-path $$target --device cpu --dtype float32 --max-running-requests 64 --sleep-on-idle \
 	  --disable-overlap-schedule --disable-cuda-graph \
