@@ -52,6 +52,9 @@ LEAST = 0.1
 #: Tokens of context to which the milliseconds of a saved state refer.
 STATE_TOKENS = 1000
 
+#: Draft-free steps whose draft extends are averaged.
+REMEMBERED_STEPS = 1024
+
 #: Forwards that the slowdown factor averages.
 MOMENT = 5
 
@@ -312,8 +315,7 @@ class StepCost:
     machine, and plans would take too many of them.
 
     Uniform steps, in which no gate scores a draft, have separate curves for layers and rest.
-    Draft-free steps have one for their rest, and one for the draft extend that ends a burst of
-    D + 1 of them.
+    Draft-free steps have one for their rest, and one for a draft extend of up to D + 1 of them.
 
     ``request`` is what one more request adds to a forward of as many rows. It is measured before
     serving. Without it, rows measured in a few requests would seem cheap to a large batch.
@@ -337,6 +339,7 @@ class StepCost:
             "draft_free_extend": Curve(share=0.5),
         }
         self.verify, self.layer, self.rest, *_ = self.curves.values()
+        self._draft_free_steps = self._extends = 0.0  # decayed
 
     def observe(
         self, times: StepTimes, *, batch: int, layers: int, context: int = 0, uniform: bool = False
@@ -360,8 +363,11 @@ class StepCost:
         layer, rest = self._host_curves(uniform)
         if layers == 0:
             rest = self.curves["draft_free_rest"]
-            if times.draft_ms > 0.0:
-                self.curves["draft_free_extend"].observe(batch, times.draft_ms)
+            kept = 1.0 - 1.0 / REMEMBERED_STEPS
+            self._draft_free_steps = kept * self._draft_free_steps + 1.0
+            self._extends = kept * self._extends + times.extends
+            if times.extends:
+                self.curves["draft_free_extend"].observe(batch, times.draft_ms / times.extends)
         rest.observe(batch, max(times.step_ms - times.verify_ms - times.draft_ms, 0.0))
         for size, milliseconds in per_layer.items():
             layer.observe(size, milliseconds)
@@ -392,9 +398,15 @@ class StepCost:
         longer = self.request * batch + self.context(context)
         return (self.verify(rows) + longer) * self.slowdown.now
 
+    def extends_per_step(self, burst: int) -> float:
+        """Return draft extends per draft-free step, lately. Every ``burst`` of D + 1 needs one, but
+        requests that end before need none. One full burst is assumed in addition.
+        """
+        return (self._extends + 1.0) / (self._draft_free_steps + burst)
+
     def draft_free(self, rows: int, batch: int, *, context: int, extends: float) -> float:
-        """Return milliseconds of a draft-free step with ``extends`` draft extends, e.g. 1 / (D + 1)
-        on average. What was never measured counts as 0.
+        """Return milliseconds of a draft-free step with ``extends`` draft extends. What was never
+        measured counts as 0.
         """
         rest, extend = self.curves["draft_free_rest"], self.curves["draft_free_extend"]
         return self.target(rows, batch, context) + rest(batch) + extends * extend(batch)

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,7 +25,7 @@ from sglang_c2t.plan.explore import COLD_START_BUDGET, DISTORTED, Exploration
 from sglang_c2t.plan.plan import TIE, Plan, Plans, best_of, every_plan, weighed
 from sglang_c2t.plan.step import BatchView, StepKind, StepPlan, StepRecord, StepTimes
 from sglang_c2t.plan.survival import Array, Numbers
-from sglang_c2t.plan.verdicts import Comparison, Rates, Verdicts
+from sglang_c2t.plan.verdicts import Comparison, Verdicts
 
 #: Steps between two full drafts of one request; without them deep drafts would have no labels.
 FULL_EVERY = 32
@@ -42,8 +42,39 @@ ENOUGH = 5
 LEARN_SHARE = 0.1
 LEARN_EVERY = 16
 
+#: Standard deviations by which a step's accepted drafts exceed the expected ones, after which the
+#: next planned step comes sooner.
+SURPRISE = 1.0
+
 #: Share of the best rate that the current plan may lack before another replaces it.
 INERTIA = 0.02
+
+
+class _Rival(NamedTuple):
+    """A uniform plan, and the rates of it and of planned steps."""
+
+    plan: Plan
+    planned_rate: float
+    rate: float
+
+    @property
+    def wins(self) -> bool:
+        """Whether it replaces planned steps: of equal steps the uniform one does less."""
+        return self.rate >= self.planned_rate * (1.0 - TIE)
+
+
+class _Choice(NamedTuple):
+    """All plans for a step, the best one, and the uniform plans that were compared enough."""
+
+    plans: Plans
+    plan: Plan
+    rivals: list[_Rival]
+
+    @property
+    def uniform(self) -> _Rival | None:
+        """The uniform plan that replaces planned steps, if one does."""
+        won = [rival for rival in self.rivals if rival.wins]
+        return max(won, key=lambda rival: rival.rate / rival.planned_rate, default=None)
 
 
 class Planner:
@@ -86,7 +117,7 @@ class Planner:
         """Plan the next step before it drafts: layers and rows."""
         self._steps += 1
         self._explore.step = self._steps
-        plan = self._verdicts.next(batch) or self._computed(batch)
+        plan = self._held(batch) or self._computed(batch)
         if plan.kind is StepKind.UNIFORM:
             rows = batch.batch_size * self.full_rows(plan.num_layers)
             return plan if plan.row_budget == rows else _resized(plan, rows)
@@ -95,6 +126,13 @@ class Planner:
         self._full_at = self._steps
         return replace(plan, full_draft_of=(self._steps // FULL_EVERY) % batch.batch_size)
 
+    def stays_draft_free(self, batch: BatchView) -> bool:
+        """Whether another draft-free step follows the next one, which counts as planned."""
+        self._steps += 1
+        self._explore.step = self._steps
+        plan = self._held(batch)
+        return plan is not None and self._verdicts.stays_draft_free(batch)
+
     def learn(self, record: StepRecord) -> None:
         """Learn from a step, now or together with later ones."""
         if record.plan.kind is StepKind.EXPLORE:
@@ -102,11 +140,14 @@ class Planner:
         if record.times is not None:
             self._learn_times(record, record.times)
         expected, batch = record.plan.expected_tokens, record.batch_size
-        explored = record.plan.kind is StepKind.EXPLORE  # of a forecast that knew little
-        if record.tokens is not None and expected is not None and not explored:
+        if record.tokens is not None and expected is not None:
             constrained = record.constrained is not None
-            each = record.tokens / batch - 1.0, expected / batch - 1.0
-            self._comparison.gained(self._steps, *each, constrained=constrained)
+            forecast = (expected - batch) * self._comparison.gain(constrained=constrained)  # drafts
+            if record.tokens - batch - forecast > SURPRISE * (forecast + 1.0) ** 0.5:
+                self._verdicts.doubt(batch)
+            if record.plan.kind is not StepKind.EXPLORE:  # whose forecast knew little
+                each = record.tokens / batch - 1.0, expected / batch - 1.0
+                self._comparison.gained(self._steps, *each, constrained=constrained)
         for of_constrained, acceptance in ((False, self.free), (True, self.constrained)):
             if outcome := record.of_class(constrained=of_constrained):
                 acceptance.firsts.append(self._first_layers(outcome))
@@ -143,70 +184,81 @@ class Planner:
 
     # -- planning --------------------------------------------------------------------------
 
+    def _held(self, view: BatchView) -> StepPlan | None:
+        """Return the plan that holds for this step. A uniform plan goes on if it is still the best
+        for a batch that has changed.
+        """
+        plan = self._verdicts.next(view)
+        if plan is None and (outdated := self._verdicts.outdated(view)) and not self._unmeasured:
+            uniform = self._weighed_up(view).uniform
+            if uniform is not None and uniform.plan.layers == outdated.num_layers:
+                self._verdicts.renew(view)
+                plan = self._verdicts.next(view)
+        return plan
+
     def _computed(self, view: BatchView) -> StepPlan:
         """Compute the plan of this step, which may hold for the next ones too."""
-        batch = self._last = view.batch_size, view.context
-        depths = view.depths[-1:] if self._all_layers else view.depths
         if self._unmeasured:
+            self._last = view.batch_size, view.context
             return self._unmeasured_step(view)
+        choice = self._weighed_up(view)
+        if not self._explore.waits and (explored := self._explored(choice, view)):
+            return explored
+        made = self._step(StepKind.PLANNED, choice.plan)
+        same = self._verdicts.keep(view, made, taken=1)
+        # After exploration: during a cold start uniform steps would use unmeasured costs.
+        if choice.rivals:
+            same = self._hold_uniform(choice, view) and same
+        self._explore.confirmed(same)
+        return made
+
+    def _weighed_up(self, view: BatchView) -> _Choice:
+        """Compare all plans for this step."""
+        batch = self._last = view.batch_size, view.context
         survival, gain = self._expected(view), self._gain(view)
         plans = every_plan(
             survival,
             batch[0],
             lambda *sizes: weighed(self.cost(*sizes, context=view.context), self.tpot_ms),
-            depths=depths,
+            depths=view.depths[-1:] if self._all_layers else view.depths,
             tiers=view.row_counts,
             gain=gain,
         )
-        candidates = plans.best_of_each_depth()
-        plan = self._inert(best_of(candidates), plans, view)
-        rivals = (
-            [] if self._all_layers else self._compared(plan, self._uniform(survival, gain, view))
-        )
-        best = best_of([plan, *(rival for rival, (rate, its) in rivals if its > rate)])
-        if not self._explore.waits:
-            if look := self._explore.row_count(self.cost.verify, plans, best):
-                rows, other = look
-                most = view.batch_size * self.full_rows(other.layers)
-                return self._step(StepKind.EXPLORE, other._replace(rows=min(rows, most)))
-            if view.allows_draft_free and self._tries_draft_free(view, best):
-                return self._step(StepKind.UNIFORM, self._draft_free(view))
-            if deeper := self._explore.layers(candidates, plan, best):
-                return self._step(StepKind.EXPLORE, deeper)
-        made = self._step(StepKind.PLANNED, plan)
-        same = self._verdicts.keep(view, made, taken=1)
-        # After exploration: during a cold start uniform steps would use unmeasured costs.
-        if rivals:
-            same = self._hold_uniform(rivals, view) and same
-        self._explore.confirmed(same)
-        return made
+        plan = self._inert(best_of(plans.best_of_each_depth()), plans, view)
+        rivals = []
+        for other in () if self._all_layers else self._uniform(survival, gain, view):
+            self._comparison.add(self._steps, batch[0], plan, other)
+            rates = self._comparison.rates(batch[0], draft_free=other.layers == 0)
+            rivals += [] if rates is None else [_Rival(other, *rates)]
+        return _Choice(plans, plan, rivals)
 
-    def _compared(self, plan: Plan, uniform: Sequence[Plan]) -> list[tuple[Plan, Rates]]:
-        """Compare each ``uniform`` plan with the best ``plan``; returns those compared enough, with
-        the rates of both.
-        """
-        found = []
-        for other in uniform:
-            self._comparison.add(self._steps, self._last[0], plan, other)
-            rates = self._comparison.rates(self._last[0], draft_free=other.layers == 0)
-            found += [] if rates is None else [(other, rates)]
-        return found
+    def _explored(self, choice: _Choice, view: BatchView) -> StepPlan | None:
+        """Return an exploration step, or the first draft-free one of a burst to measure them."""
+        plans, plan, rivals = choice
+        best = best_of([plan, *(rival.plan for rival in rivals if rival.rate > rival.planned_rate)])
+        if look := self._explore.row_count(self.cost.verify, plans, best):
+            rows, other = look
+            most = view.batch_size * self.full_rows(other.layers)
+            return self._step(StepKind.EXPLORE, other._replace(rows=min(rows, most)))
+        if view.allows_draft_free and self._tries_draft_free(view, best):
+            made = self._step(StepKind.UNIFORM, self._draft_free(view))
+            self._verdicts.keep(view, made, taken=1, steps=self._burst)
+            return made
+        deeper = self._explore.layers(plans.best_of_each_depth(), plan, best)
+        return self._step(StepKind.EXPLORE, deeper) if deeper else None
 
-    def _hold_uniform(self, rivals: Sequence[tuple[Plan, Rates]], view: BatchView) -> bool:
+    def _hold_uniform(self, choice: _Choice, view: BatchView) -> bool:
         """Make the next steps uniform if that has the higher rate, or a few to measure their cost.
         Returns whether the decision is unchanged.
         """
-        batch = view.batch_size
-        uniform, (planned_rate, rate) = max(rivals, key=lambda rival: rival[1][1] / rival[1][0])
-        if rate >= planned_rate * (1.0 - TIE):  # of equal steps the uniform one does less
-            made = self._step(StepKind.UNIFORM, uniform)
-            each = 1 if uniform.layers else self._burst
-            return self._verdicts.keep(view, made, taken=0, each=each)
-        drafted = [rival for rival, _ in rivals if rival.layers]
-        if not drafted or self.cost.uniform_measured(batch):
-            return not self._verdicts.drop_uniform(batch)
-        if self._explore.uniform(drafted[0], planned_rate, TRIAL):
-            made = self._step(StepKind.UNIFORM, drafted[0])
+        if choice.uniform is not None:
+            made = self._step(StepKind.UNIFORM, choice.uniform.plan)
+            return self._verdicts.keep(view, made, taken=0)
+        drafted = [rival for rival in choice.rivals if rival.plan.layers]
+        if not drafted or self.cost.uniform_measured(view.batch_size):
+            return not self._verdicts.drop_uniform(view.batch_size)
+        if self._explore.uniform(drafted[0].plan, drafted[0].planned_rate, TRIAL):
+            made = self._step(StepKind.UNIFORM, drafted[0].plan)
             self._verdicts.keep(view, made, taken=0, steps=TRIAL)
         return True
 
@@ -264,7 +316,7 @@ class Planner:
 
     def _draft_free(self, view: BatchView) -> Plan:
         """Return the plan of a draft-free step, with its mean cost over a burst."""
-        batch, extends = view.batch_size, 1.0 / self._burst
+        batch, extends = view.batch_size, self.cost.extends_per_step(self._burst)
         forwarded = _forwarded(view, batch)
         took = self.cost.draft_free(forwarded, batch, context=view.context, extends=extends)
         return Plan(0, batch, float(batch), weighed(took, self.tpot_ms))
@@ -318,8 +370,7 @@ class Planner:
         if layers == 0:
             if not self.cost.draft_free_measured(batch):
                 return None
-            extends = float(times.draft_ms > 0.0)
-            return self.cost.draft_free(times.rows, batch, context=context, extends=extends)
+            return self.cost.draft_free(times.rows, batch, context=context, extends=times.extends)
         if not self.cost.rest.known:
             return None
         uniform = record.plan.kind is StepKind.UNIFORM

@@ -99,7 +99,7 @@ class BatchView:
     """Whether every request may get the same number of rows."""
 
     allows_draft_free: bool = False
-    """Whether a burst of D + 1 draft-free steps may begin. The planner is not asked during it."""
+    """Whether draft-free steps may follow."""
 
 
 class StepTimes(NamedTuple):
@@ -108,9 +108,11 @@ class StepTimes(NamedTuple):
     rows: int
     verify_ms: float
     draft_ms: float
-    """After a draft-free step: the time of its draft extend, 0 if the burst goes on."""
+    """After a draft-free step: the time of all draft extends, 0 if the burst goes on."""
     step_ms: float | None = None
     """``None`` for dummy requests."""
+    extends: int = 0
+    """Draft extends after a draft-free step."""
 
 
 @dataclass(frozen=True)
@@ -152,6 +154,12 @@ class StepPlanner(Protocol):
 
     def plan(self, batch: BatchView) -> StepPlan:
         """Plan the next step, before it drafts."""
+        ...
+
+    def stays_draft_free(self, batch: BatchView) -> bool:
+        """Whether another draft-free step follows the next one. Asked instead of :meth:`plan` while
+        a burst of draft-free steps goes on, because its requests cannot draft until its end.
+        """
         ...
 
     def learn(self, record: StepRecord) -> None:

@@ -19,11 +19,11 @@ from sglang_c2t.plan.plan import Plan
 from sglang_c2t.plan.step import BatchView, StepKind, StepPlan
 from sglang_c2t.plan.survival import Array
 
-#: Steps for which a plan is kept: at first, and at most. A uniform plan is kept for longer.
-#: Between two runs of it one step is planned, which keeps learning survivals.
+#: Steps for which a plan is kept: at first, and at most. A uniform plan is kept for longer, also
+#: through changes of the batch after which it is still the best. Between two runs of it one step is
+#: planned, which keeps learning survivals.
 PLANNED_STEPS = 1, 32
 UNIFORM_STEPS = 16, 128
-DRAFT_FREE_STEPS = 6, 30
 
 #: Planned steps before uniform ones are compared with them, and draft-free ones: how many tokens
 #: these yield is certain.
@@ -72,13 +72,40 @@ class Verdicts:
 
     def next(self, view: BatchView) -> StepPlan | None:
         """Return the plan of the next step; ``None`` if it must be computed."""
-        verdict = self._kept.get((True, size_bucket(view.batch_size)))
-        if verdict is None or not allows(view, verdict.plan.num_layers):
-            verdict = self._kept.get((False, view.batch_size))
+        verdict = self._uniform(view) or self._kept.get((False, view.batch_size))
         if verdict is None or verdict.left <= 0 or verdict.basis != _basis(view):
             return None
         verdict.left -= 1
         return verdict.plan
+
+    def outdated(self, view: BatchView) -> StepPlan | None:
+        """Return the uniform plan that would hold, had the batch not changed."""
+        verdict = self._uniform(view)
+        if verdict is None or verdict.left <= 0 or verdict.basis == _basis(view):
+            return None
+        return verdict.plan
+
+    def renew(self, view: BatchView) -> None:
+        """Keep the outdated uniform plan for the rest of its steps."""
+        verdict = self._uniform(view)
+        assert verdict is not None
+        verdict.basis = _basis(view)
+
+    def doubt(self, batch: int) -> None:
+        """Look at the uniform plan sooner, because a planned step accepted more than expected."""
+        if verdict := self._kept.get((True, batch_bucket(batch))):
+            verdict.steps = max(verdict.steps // 4, UNIFORM_STEPS[0])
+            verdict.left = min(verdict.left, verdict.steps)
+
+    def stays_draft_free(self, view: BatchView) -> bool:
+        """Whether a draft-free plan holds for another step."""
+        verdict = self._uniform(view)
+        return verdict is not None and verdict.plan.num_layers == 0 and verdict.left > 0
+
+    def _uniform(self, view: BatchView) -> Verdict | None:
+        verdict = self._kept.get((True, batch_bucket(view.batch_size)))
+        allowed = verdict is not None and allows(view, verdict.plan.num_layers)
+        return verdict if allowed else None
 
     def planned(self, batch: int) -> StepPlan | None:
         """Return the last non-uniform plan for this batch size."""
@@ -92,7 +119,6 @@ class Verdicts:
         *,
         taken: int,
         steps: int | None = None,
-        each: int = 1,
     ) -> bool:
         """Keep a ``plan`` for the next steps; returns whether it is the same as before.
 
@@ -101,24 +127,27 @@ class Verdicts:
             plan: The new plan.
             taken: Steps of it that are already made.
             steps: Steps to keep it; ``None``: twice as many as before if it is the same.
-            each: Steps that follow one plan.
         """
         uniform = plan.kind is StepKind.UNIFORM
-        key = uniform, size_bucket(view.batch_size) if uniform else view.batch_size
+        key = uniform, batch_bucket(view.batch_size) if uniform else view.batch_size
         before, (first, most) = self._kept.get(key), UNIFORM_STEPS if uniform else PLANNED_STEPS
-        if plan.num_layers == 0:
-            first, most = DRAFT_FREE_STEPS
         same = before is not None and _same(before.plan, plan)
         if steps is None:
             length = 0 if before is None else before.steps
-            first, most = max(first // each, 1), max(most // each, 1)
             steps = min(2 * length, most) if same else max(length // 2, first)
         self._kept[key] = Verdict(plan, steps, steps - taken, _basis(view))
         return same
 
     def drop_uniform(self, batch: int) -> bool:
         """Drop the uniform plan for sizes of this bucket; returns whether there was one."""
-        return self._kept.pop((True, size_bucket(batch)), None) is not None
+        return self._kept.pop((True, batch_bucket(batch)), None) is not None
+
+
+def batch_bucket(requests: int) -> int:
+    """Round to the nearest size with three significant bits: requests come and go, and few sizes
+    are soon compared.
+    """
+    return size_bucket(requests, bits=3)
 
 
 def allows(view: BatchView, layers: int) -> bool:
@@ -184,7 +213,7 @@ class Comparison:
     def took(self, batch: int, over_predicted: float, *, uniform: bool, draft_free: bool) -> None:
         """Add the ratio of a step's time to its predicted time."""
         for of_draft_free in (False, True):
-            bucket = self._buckets[size_bucket(batch), of_draft_free]
+            bucket = self._buckets[batch_bucket(batch), of_draft_free]
             if not uniform:
                 bucket.planned.append(over_predicted)
             elif draft_free == of_draft_free:
@@ -196,7 +225,7 @@ class Comparison:
         measured to predicted time corrects each kind, because the best of many plans has an
         optimistic estimate.
         """
-        bucket = self._buckets[size_bucket(batch), uniform.layers == 0]
+        bucket = self._buckets[batch_bucket(batch), uniform.layers == 0]
         new = np.array([[one.tokens, one.milliseconds] for one in (plan, uniform)])
         usual = median(bucket.planned) if bucket.planned else 1.0
         missing = [usual] * (FEW - len(bucket.uniform))
@@ -207,7 +236,7 @@ class Comparison:
 
     def rates(self, batch: int, *, draft_free: bool = False) -> Rates | None:
         """Return the rates of planned and of uniform steps; ``None`` if too few were compared."""
-        bucket = self._buckets[size_bucket(batch), draft_free]
+        bucket = self._buckets[batch_bucket(batch), draft_free]
         if bucket.compared < (ENOUGH_DRAFT_FREE if draft_free else ENOUGH):
             return None
         # The ratio of sums: a uniform step takes as long where a planned one is short.

@@ -126,6 +126,11 @@ class SwitchableTree:
         return self._policies[mode].grow(layer)
 
 
+#: Most steps of a burst of draft-free steps, even, and more than draft extend reads at once.
+LONGEST_BURST = 10
+SHORT = "short"
+
+
 class _AnyPlan:
     """Draws plans of any layers and rows, half of them uniform, whatever they cost. All kinds come
     equally often, and so do bursts of draft-free steps.
@@ -141,6 +146,7 @@ class _AnyPlan:
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._kinds: list[tuple[bool, int]] = []
+        self._more = 0  # draft-free steps
 
     def plan(self, batch: BatchView) -> StepPlan:
         """Draw a plan, with the same seed in each process."""
@@ -152,6 +158,7 @@ class _AnyPlan:
             self._random.shuffle(self._kinds)
         uniform, layers = self._kinds.pop()
         if layers == 0 and batch.allows_draft_free:
+            self._more = self._random.randint(0, LONGEST_BURST - 1)
             return StepPlan(StepKind.UNIFORM, 0, planner.topk, batch.batch_size)
         layers = max(layers, batch.depths[0])
         requests, rows = batch.batch_size, batch.batch_size * planner.full_rows(layers)
@@ -160,6 +167,12 @@ class _AnyPlan:
         rows = self._random.randint(requests, rows)
         full = self._random.choice([None, self._random.randrange(requests)])
         return StepPlan(StepKind.PLANNED, layers, planner.topk, rows, full)
+
+    def stays_draft_free(self, _batch: BatchView) -> bool:
+        """Whether as many draft-free steps as drawn have not yet followed the first one."""
+        self._perhaps_fail("stays_draft_free")
+        self._more -= 1
+        return self._more > 0
 
     def learn(self, record: StepRecord) -> None:
         """Learn as the stock planner does, or raise."""
@@ -215,25 +228,42 @@ class AnyTrees(PlannedTree):
 
 
 class Bursts(Planner):
-    """Plans a full draft of each request after every burst of draft-free steps."""
+    """Plans a full draft of each request after every :data:`LONGEST_BURST` draft-free steps, which
+    are one burst, or bursts of two where the file ``control`` holds :data:`SHORT`.
+    """
+
+    control = ""
 
     def plan(self, batch: BatchView) -> StepPlan:
-        """Return the other kind than before."""
-        free = self._steps % 2 == 0 and batch.allows_draft_free
-        self._steps += 1
+        """Plan the next step, of a burst or after it."""
+        free = self._free(batch)
         layers = 0 if free else self.max_depth
         return StepPlan(StepKind.UNIFORM, layers, 1, batch.batch_size * (1 + layers))
+
+    def stays_draft_free(self, batch: BatchView) -> bool:
+        """Whether the burst goes on; see :meth:`plan`."""
+        self._free(batch)
+        more = self._steps % (LONGEST_BURST + 1) < LONGEST_BURST
+        return more and Path(self.control).read_text() != SHORT
+
+    def _free(self, batch: BatchView) -> bool:
+        """Count a step, and return whether it drafts nothing."""
+        self._steps += 1
+        return self._steps % (LONGEST_BURST + 1) > 0 and batch.allows_draft_free
 
 
 @dataclass(frozen=True)
 class BurstsJoint(DyJoint):
     """The joint probability as a confidence, and bursts."""
 
+    control: str = ""
     name: ClassVar[str] = "bursts-joint"
 
     def planner(self, shape: TreeShape) -> Bursts:
         """Make the planner."""
-        return Bursts(shape.num_steps, Survival(shape.num_steps))
+        planner = Bursts(shape.num_steps, Survival(shape.num_steps))
+        planner.control = self.control
+        return planner
 
 
 class Priced(Planner):

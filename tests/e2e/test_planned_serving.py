@@ -27,7 +27,7 @@ from tests.e2e.conftest import (
     verified_rows_reported,
 )
 from tests.e2e.mixed_load import FLAGS, RETRACTING, LosslessnessSuite
-from tests.e2e.server_policies import FAILS, AnyJoint, AnyTrees, BurstsJoint
+from tests.e2e.server_policies import FAILS, SHORT, AnyJoint, AnyTrees, BurstsJoint
 
 
 @dataclass(frozen=True)
@@ -133,17 +133,17 @@ def test_uniform_and_planned_steps_of_any_layers_give_the_same_outputs(
 
 
 @pytest.mark.parametrize("algorithm", ["EAGLE3", "STANDALONE"])
-def test_drafts_after_a_burst_of_draft_free_steps_are_accepted_as_often_as_without(
+def test_drafts_after_long_bursts_of_draft_free_steps_are_accepted_as_often_as_after_short(
     algorithm: str, logs: Path
 ) -> None:
-    """The draft extend at its end reads all tokens of the burst. Requests end within bursts."""
-    flags = own_policy_flags(BurstsJoint, logs / f"bursts-{algorithm}", logs, {})
+    """The draft extends at its end read all tokens of the burst. Requests end within bursts."""
+    control = logs / f"bursts-{algorithm}"
+    flags = own_policy_flags(BurstsJoint, control, logs, {"control": str(control)})
     launch = Launch(f"bursts-{algorithm}", (*speculative_flags(algorithm), *flags, *FLAGS))
     results, accepted = [], []
     with running(launch, logs) as server:
-        for policy in (None, "fixed"):
-            if policy is not None:
-                server.switch(policy=policy)
+        for bursts in ("long", SHORT):
+            control.write_text(bursts)
             results.append(run_load(server.url, BODIES, concurrency=6))
     for result in results:
         metas = [answer.meta_info for answer in result.answers if verified(answer)]

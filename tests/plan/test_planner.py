@@ -45,7 +45,9 @@ class MadeUpServer:
     extend_ms: float | None = None
     """Cost of draft extend, which draft-free steps run once a burst; ``None``: there are none."""
     pending: int = 0
-    """Steps of the current burst."""
+    """Steps of the current burst of draft-free steps."""
+    goes_on: bool = True
+    """Whether that burst goes on after this step."""
 
     rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
     late: list[StepRecord] = field(default_factory=list)
@@ -76,6 +78,7 @@ class MadeUpServer:
         burst = StepPlan(StepKind.UNIFORM, 0, 1, self.batch)
         for _ in range(steps):
             chains = self.chains(self.batch)
+            self.goes_on = not self.pending or planner.stays_draft_free(self.view())
             plan = burst if self.pending else planner.plan(self.view())
             lives = (self.rng.uniform(size=(self.batch, 1)) < chains**self.power).sum(axis=1)
             uniform, outcome = plan.kind is StepKind.UNIFORM, ()
@@ -102,14 +105,17 @@ class MadeUpServer:
         """Cost of a step; uniform steps have no ``gate_ms``."""
         draft_ms = self.layer_ms * max(plan.num_layers - 1, 0)
         extend_ms = self.extend_ms or 0.0
+        extends = 0
         if plan.num_layers == 0:
-            self.pending = (self.pending + 1) % (DEPTH + 1)
-            draft_ms, extend_ms = 0.0 if self.pending else extend_ms, 0.0
+            self.pending += 1
+            extends = 0 if self.goes_on else -(-self.pending // (DEPTH + 1))
+            draft_ms, extend_ms = extends * extend_ms, 0.0
+            self.pending = self.pending if self.goes_on else 0
         verify_ms = self.floor_ms + self.row_ms * plan.row_budget + self.pause_ms
         verify_ms += self.token_ms * self.context
         gate_ms = 0.0 if plan.kind is StepKind.UNIFORM else self.gate_ms or 0.0
         step_ms = verify_ms + draft_ms + gate_ms + extend_ms
-        return StepTimes(plan.row_budget, verify_ms, draft_ms, step_ms)
+        return StepTimes(plan.row_budget, verify_ms, draft_ms, step_ms, extends)
 
     def seed(self, planner: Planner, rows: int, slower: float = 1.0) -> None:
         """Dummy requests measured this, before the server served."""
@@ -202,6 +208,16 @@ def test_planner_makes_draft_free_steps_where_no_draft_is_worth_its_rows() -> No
     assert np.mean([plan.num_layers == 0 for plan in plans]) > 0.9
     assert rate > 0.98 * 32 / (5.0 + 3.0 * 32 + 25.0 / (DEPTH + 1))
     assert 0.98 < planner.predicted_over_measured < 1.02
+
+
+def test_planner_draft_free_plan_goes_on_while_requests_come_and_go_and_contexts_change() -> None:
+    planner, server = Planner(DEPTH, Survival(DEPTH)), proportional(power=12.0)
+    server.serve(planner, 900)
+    drafting = 0
+    for server.batch, server.context in [(32, 2000), (31, 3000), (33, 4000)] * 20:
+        plans, _ = server.serve(planner, 20)
+        drafting += sum(plan.num_layers > 0 for plan in plans)
+    assert drafting < 0.03 * 60 * 20
 
 
 def test_planner_tries_draft_free_steps_that_a_slow_moment_before_serving_made_dear() -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from sglang_c2t.draft.gate import Gate
@@ -125,17 +126,22 @@ class Drafter:
         self, step: Step, batch: Any, result: Any, stock: partial[None]
     ) -> Rows | None:
         """Keep the tokens of a draft-free step. At the end of a burst run draft extend for all of
-        its tokens, and return its last rows; otherwise ``None``.
+        its tokens, and return the last rows; otherwise ``None``.
         """
         slots = slots_of(batch)
         self.pending.add(slots, *self.host.roots_of(batch, result))
         # A request that opted out is promised full drafts.
-        if self.pending.most(slots) < self.pending.width and not step.full:
+        if not (step.ends_burst or step.full or self.pending.full):
             self.host.keep_draft_input(step.draft_input, result)
             return None
         step.layers_begin()
-        window = self.pending.take(slots)
-        rows = self.host.extend_pending(stock, batch, result, window)
+        for window in self.pending.take(slots):
+            if step.extends and step.start.on_cuda:
+                # FlashInfer plans each draft extend in pinned memory, from which its copy to the
+                # device must have ended before the next plan.
+                torch.cuda.current_stream().synchronize()
+            rows = self.host.extend_pending(stock, batch, result, window)
+            step.extends += 1
         step.layers_end()
         return rows
 
@@ -156,7 +162,7 @@ class Drafter:
             full=full,
             constrained=requests.constrained(batch),
             unmeasured=unmeasured,
-            pending=self.pending.most(slots_of(batch)) > 0,
+            pending=self.pending.any(slots_of(batch)),
             may_skip_drafts=self.host.may_skip_drafts,
             agreed_layers=partial(agreed_layers, all_of_them=bool(full)),
         )

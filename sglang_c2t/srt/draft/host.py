@@ -258,12 +258,11 @@ class Host:
     def extend_pending(
         self, stock: partial[None], batch: Any, batch_result: Any, window: Window
     ) -> Rows | None:
-        """Run draft extend over the ``window`` of a burst of draft-free steps; see :meth:`extend`.
-        As SGLang's, it writes W slots from its first token on.
+        """Run draft extend over a ``window`` of a burst of draft-free steps; see :meth:`extend`. As
+        SGLang's, it writes W slots from its first token on.
         """
         width = len(window.tokens) // len(window.counts)
-        before = (window.counts - 1).to(batch.seq_lens.dtype)  # tokens of earlier steps
-        starts = batch.seq_lens - before
+        starts = batch.seq_lens - window.later.to(batch.seq_lens.dtype)
         places = starts[:, None] + torch.arange(width, device=starts.device)
         table = self._worker.req_to_token_pool.req_to_token
         slots = table[batch.req_pool_indices[:, None].long(), places.long()].flatten().long()
@@ -275,7 +274,7 @@ class Host:
         attach.write(result, accept_lens=window.counts, **changed)
         swapped = {"seq_lens": starts, "out_cache_loc": slots}
         if batch.seq_lens_cpu is not None:
-            swapped["seq_lens_cpu"] = batch.seq_lens_cpu + 1 - window.host_counts
+            swapped["seq_lens_cpu"] = batch.seq_lens_cpu - window.host_later
         with ExitStack() as stack:
             for name, value in swapped.items():
                 stack.enter_context(attach.swapped(batch, name, value))

@@ -1,17 +1,16 @@
 """Tokens that draft extend has not read yet.
 
 A draft-free step verifies the roots only, and skips draft extend. Without it the draft model lacks
-the step's token, so the requests cannot draft. Draft extend reads W = D + 1 tokens at once, so a
-burst of W draft-free steps needs one, at its end.
+the step's token, so the requests cannot draft. Draft extend reads W = D + 1 tokens of each request
+at once. It runs at the end of a burst of draft-free steps, as often as their tokens need.
 
-A request that ends during a burst leaves up to W tokens without draft keys. A later request with
-the same prefix then drafts a little worse. Its output does not change.
+A request that ends during a burst needs none. It leaves its last tokens without draft keys. A later
+request with the same prefix then drafts a little worse. Its output does not change.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -21,14 +20,20 @@ from sglang_c2t.srt.verify.packing import sent
 
 # B requests, H width of the target's hidden states for the draft
 
+#: Bytes of hidden states after which a burst ends. SGLang has not reserved this memory.
+MOST_BYTES = 64 << 20
+
 
 class Window(NamedTuple):
-    """The tokens of B requests, those of each request first among its W places."""
+    """Successive tokens of B requests, those of each request first among its W places."""
 
     counts: Tensor
     """[B] int32: tokens of each request."""
 
-    host_counts: Tensor
+    later: Tensor
+    """[B] int32: tokens of each request between the window's first and its last pending one."""
+
+    host_later: Tensor
     """[B] int64: the same on the host."""
 
     tokens: Tensor
@@ -49,56 +54,76 @@ class PendingTokens:
 
     Args:
         width: W.
+        most_bytes: See :data:`MOST_BYTES`.
     """
 
-    def __init__(self, width: int) -> None:
-        self.width = width
+    def __init__(self, width: int, most_bytes: int = MOST_BYTES) -> None:
+        self._width, self._most_bytes = width, most_bytes
         self._steps: list[_Step] = []
+        self._slots: set[int] = set()  # of requests with tokens; some have ended
 
-    def most(self, slots: Sequence[int]) -> int:
-        """Return the largest number of tokens of any request in these ``slots``."""
-        return sum(not set(slots).isdisjoint(step.slots) for step in self._steps)
+    def any(self, slots: Sequence[int]) -> bool:
+        """Whether a request in these ``slots`` has tokens."""
+        return not self._slots.isdisjoint(slots)
+
+    @property
+    def full(self) -> bool:
+        """Whether the burst must end, because its tokens fill W places and the memory."""
+        states = [step.hidden for step in self._steps if step.hidden is not None]
+        used = sum(hidden.nbytes for hidden in states)
+        return len(self._steps) >= self._width and used >= self._most_bytes
 
     def add(self, slots: Sequence[int], tokens: Tensor, hidden: Tensor | None) -> None:
         """Add the ``tokens`` [B] of a step and the ``hidden`` states [B, H] that yielded them."""
-        if not self.most(slots):  # all requests of the last burst have ended
-            self._steps.clear()
+        ended = 0  # steps all of whose requests have ended
+        while ended < len(self._steps) and set(slots).isdisjoint(self._steps[ended].slots):
+            ended += 1
+        del self._steps[:ended]
+        self._slots.update(slots)
         self._steps.append(_Step([*slots], tokens, hidden))
 
     def forget(self, slots: Sequence[int]) -> None:
         """Forget the tokens of ``slots``, which belong to new requests."""
+        if not self.any(slots):
+            return
+        self._slots.difference_update(slots)
         for step in self._steps:
             step.slots[:] = [GONE if slot in slots else slot for slot in step.slots]
 
-    def take(self, slots: Sequence[int]) -> Window:
-        """Remove all tokens, and return those of ``slots`` [B]."""
-        steps, self._steps = self._steps, []
-        batch, width, device = len(slots), self.width, steps[-1].tokens.device
-        row_of = {slot: row for row, slot in enumerate(slots)}
-        counts: Counter[int] = Counter()
-        places = []
-        for slot in (slot for step in steps for slot in step.slots):
-            row = row_of.get(slot)
-            # The last place collects the tokens of requests that have ended.
-            places.append(batch * width if row is None else row * width + counts[slot])
-            counts[slot] += 1
-        host_counts = [counts[slot] for slot in slots]
-        numbers = torch.tensor(places + host_counts)
-        on_device = sent(numbers, device)
+    def take(self, slots: Sequence[int]) -> Iterator[Window]:
+        """Remove all tokens, and yield those of ``slots`` [B], each of which has some, in windows.
 
-        def spread(values: Sequence[Tensor]) -> Tensor:
-            """Return values at their places, [B * W, ...]."""
-            each = torch.cat(list(values))
-            made = each.new_zeros((batch * width + 1, *each.shape[1:]))
-            return made.index_copy_(0, on_device[: len(places)], each)[:-1]
-
-        hidden = [step.hidden for step in steps if step.hidden is not None]
-        return Window(
-            on_device[len(places) :].to(torch.int32),
-            numbers[len(places) :],
-            spread([step.tokens for step in steps]).to(torch.int64),
-            spread(hidden) if hidden else None,
-        )
+        The last window holds the last tokens of every request, so that it yields all next drafts. A
+        request with fewer tokens than others repeats its first ones in earlier windows, which
+        changes nothing.
+        """
+        steps, width, batch = self._steps, self._width, len(slots)
+        self._steps, self._slots = [], set()
+        own: dict[int, list[int]] = {slot: [] for slot in slots}
+        for place, slot in enumerate(slot for step in steps for slot in step.slots):
+            if slot in own:
+                own[slot].append(place)
+        tokens = torch.cat([step.tokens for step in steps]).to(torch.int64)
+        states = [step.hidden for step in steps if step.hidden is not None]
+        hidden = torch.cat(states) if states else None
+        for in_later_windows in reversed(range(0, max(map(len, own.values())), width)):
+            counts, later, places = [], [], []
+            for each in own.values():
+                begin = max(len(each) - in_later_windows - width, 0)
+                part = each[begin : begin + width]
+                counts.append(len(part))
+                later.append(len(each) - 1 - begin)
+                places += part + part[-1:] * (width - len(part))
+            numbers = torch.tensor(counts + later + places)
+            on_device = sent(numbers, tokens.device)
+            at, sizes = on_device[2 * batch :], on_device[: 2 * batch].to(torch.int32)
+            yield Window(
+                sizes[:batch],
+                sizes[batch:],
+                numbers[batch : 2 * batch],
+                tokens[at],
+                None if hidden is None else hidden[at],
+            )
 
 
 #: Slot of a request that has ended.

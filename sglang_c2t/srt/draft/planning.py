@@ -77,6 +77,10 @@ class Step:
     """[B, ...] on its way to the host; ``None`` if nothing was scored."""
     draft_input: Any = None
     """SGLang's draft input of a draft-free step."""
+    ends_burst: bool = False
+    """Whether draft extend reads all tokens of draft-free steps after this one."""
+    extends: int = 0
+    """Draft extends at the end of the burst."""
     accepted: HostSizes | None = None
     """[B] accepted tokens on their way to the host; ``None`` if the planner needs none."""
     forwards: int = 0
@@ -123,6 +127,7 @@ class Step:
             self.verify[0].until(self.verify[1]),
             self.draft[0].until(self.draft[1]) if self.draft else 0.0,
             None if self.end is None else self.start.until(self.end),
+            self.extends,
         )
 
 
@@ -209,13 +214,16 @@ class Planning:
             self._last.end = start if followed else None
             self._finished.append(self._last)
             self._last = None
+        view = self._view(batch, context, full, constrained, may_skip_drafts)
         if pending:
-            self._or_else(None, self._learn_arrived)
             plan = draft_free_plan(batch, self.planner.topk)
-            return Step(plan, batch, context, start, full, constrained, unmeasured)
-        plan = self._plan(batch, context, full, constrained, may_skip_drafts)
-        plan = self._with_layers(plan, agreed_layers(plan.num_layers), batch)
-        return Step(plan, batch, context, start, full, constrained, unmeasured)
+            mine = self._or_else(False, lambda: self._burst_goes_on(view))
+            goes_on = bool(self.agree([int(mine)])[0])
+        else:
+            plan, goes_on = self._plan(view), True
+            plan = self._with_layers(plan, agreed_layers(plan.num_layers), batch)
+        facts = batch, context, start, full, constrained, unmeasured
+        return Step(plan, *facts, ends_burst=not goes_on)
 
     def warm_up_step(self, batch: int, *, layers: int, rows: int, context: int) -> Step:
         """Return a step of dummy requests, learnt only by :meth:`learn_warm_up`."""
@@ -250,29 +258,32 @@ class Planning:
 
     # -- the plan ----------------------------------------------------------------------------
 
-    def _plan(
+    def _view(
         self,
         batch: int,
         context: int,
         full: Collection[int],
         constrained: Collection[int],
         may_skip_drafts: bool,
-    ) -> StepPlan:
-        """Return the first rank's plan. Requests that opted out need all layers, and more rows than
-        a uniform step gives them. Constrained requests, whose drafts often fail, need fewer rows
-        than a uniform step gives them.
+    ) -> BatchView:
+        """Return the batch for the planner. Requests that opted out need all layers, and more rows
+        than a uniform step gives them. Constrained requests, whose drafts often fail, need fewer
+        rows than a uniform step gives them.
         """
-        depths = range(self.planner.max_depth if full else 1, self.planner.max_depth + 1)
-        view = BatchView(
+        return BatchView(
             batch,
             self._rows(batch),
-            depths,
+            range(self.planner.max_depth if full else 1, self.planner.max_depth + 1),
             context,
             len(constrained),
             allows_uniform=not full and not constrained,
             allows_draft_free=may_skip_drafts and not full,
         )
-        plan = StepPlan(StepKind.FALLBACK, depths[-1], self.planner.topk, batch * self._width)
+
+    def _plan(self, view: BatchView) -> StepPlan:
+        """Return the first rank's plan."""
+        most = view.depths[-1], self.planner.topk, view.batch_size * self._width
+        plan = StepPlan(StepKind.FALLBACK, *most)
         plan = self._or_else(plan, lambda: self._checked(self._learnt_and_planned(view), view))
         if self.selector is None:
             return plan
@@ -294,6 +305,12 @@ class Planning:
         self._learn_arrived()
         plan: StepPlan = self.planner.plan(view)
         return plan
+
+    def _burst_goes_on(self, view: BatchView) -> bool:
+        """Learn what has arrived, then ask whether to make another draft-free step after this."""
+        self._learn_arrived()
+        goes_on: bool = self.planner.stays_draft_free(view)
+        return goes_on
 
     def _learn_arrived(self) -> None:
         while self._finished and self._finished[0].arrived:
