@@ -238,8 +238,8 @@ def written_names(source: str) -> set[str]:
 
 #: Attributes of our own, on objects of ours that have no name of their own above.
 OWN = {
-    "__class__", "_on_forward", "accepted", "capturing", "draft_input", "end", "extends", "forwarded_rows",
-    "forwards", "outcome", "packing", "plan", "selected", "tpot_ms", "verify",
+    "__class__", "_on_forward", "accepted", "capturing", "draft_input", "end", "forwarded_rows",
+    "extends", "forwards", "outcome", "packing", "plan", "selected", "tpot_ms", "verify",
 }  # fmt: skip
 
 
