@@ -27,6 +27,10 @@ class FixedPlanner:
             self._plans[requests] = StepPlan(StepKind.FIXED, self.max_depth, self.topk, rows)
         return self._plans[requests]
 
+    def stays_draft_free(self, _batch: BatchView) -> bool:
+        """Whether the burst of a planner that served before goes on: no."""
+        return False
+
     def learn(self, record: StepRecord) -> None:
         """Measure the verification."""
         if record.times is not None:

@@ -115,9 +115,8 @@ class Planner:
 
     def plan(self, batch: BatchView) -> StepPlan:
         """Plan the next step before it drafts: layers and rows."""
-        self._steps += 1
-        self._explore.step = self._steps
-        plan = self._held(batch) or self._computed(batch)
+        self._count_step()
+        plan = self._verdicts.next(batch) or self._computed(batch)
         if plan.kind is StepKind.UNIFORM:
             rows = batch.batch_size * self.full_rows(plan.num_layers)
             return plan if plan.row_budget == rows else _resized(plan, rows)
@@ -128,9 +127,10 @@ class Planner:
 
     def stays_draft_free(self, batch: BatchView) -> bool:
         """Whether another draft-free step follows the next one, which counts as planned."""
-        self._steps += 1
-        self._explore.step = self._steps
-        plan = self._held(batch)
+        self._count_step()
+        plan = self._verdicts.next(batch)
+        if plan is None and self._verdicts.outdated(batch) and not self._unmeasured:
+            plan = self._renewed(self._weighed_up(batch), batch)
         return plan is not None and self._verdicts.stays_draft_free(batch)
 
     def learn(self, record: StepRecord) -> None:
@@ -184,17 +184,16 @@ class Planner:
 
     # -- planning --------------------------------------------------------------------------
 
-    def _held(self, view: BatchView) -> StepPlan | None:
-        """Return the plan that holds for this step. A uniform plan goes on if it is still the best
-        for a batch that has changed.
-        """
-        plan = self._verdicts.next(view)
-        if plan is None and (outdated := self._verdicts.outdated(view)) and not self._unmeasured:
-            uniform = self._weighed_up(view).uniform
-            if uniform is not None and uniform.plan.layers == outdated.num_layers:
-                self._verdicts.renew(view)
-                plan = self._verdicts.next(view)
-        return plan
+    def _count_step(self) -> None:
+        self._steps += 1
+        self._explore.step = self._steps
+
+    def _renewed(self, choice: _Choice, view: BatchView) -> StepPlan | None:
+        """Return the uniform plan that held before the batch changed, if it is still the best."""
+        outdated, best = self._verdicts.outdated(view), choice.uniform
+        if outdated is None or best is None or best.plan.layers != outdated.num_layers:
+            return None
+        return self._verdicts.renew(view)
 
     def _computed(self, view: BatchView) -> StepPlan:
         """Compute the plan of this step, which may hold for the next ones too."""
@@ -202,6 +201,8 @@ class Planner:
             self._last = view.batch_size, view.context
             return self._unmeasured_step(view)
         choice = self._weighed_up(view)
+        if held := self._renewed(choice, view):
+            return held
         if not self._explore.waits and (explored := self._explored(choice, view)):
             return explored
         made = self._step(StepKind.PLANNED, choice.plan)

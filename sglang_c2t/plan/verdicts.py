@@ -85,11 +85,11 @@ class Verdicts:
             return None
         return verdict.plan
 
-    def renew(self, view: BatchView) -> None:
-        """Keep the outdated uniform plan for the rest of its steps."""
-        verdict = self._uniform(view)
-        assert verdict is not None
-        verdict.basis = _basis(view)
+    def renew(self, view: BatchView) -> StepPlan | None:
+        """Keep the outdated uniform plan for the rest of its steps; returns the next step's."""
+        if verdict := self._uniform(view):
+            verdict.basis = _basis(view)
+        return self.next(view)
 
     def doubt(self, batch: int) -> None:
         """Look at the uniform plan sooner, because a planned step accepted more than expected."""
@@ -113,12 +113,7 @@ class Verdicts:
         return None if verdict is None else verdict.plan
 
     def keep(
-        self,
-        view: BatchView,
-        plan: StepPlan,
-        *,
-        taken: int,
-        steps: int | None = None,
+        self, view: BatchView, plan: StepPlan, *, taken: int, steps: int | None = None
     ) -> bool:
         """Keep a ``plan`` for the next steps; returns whether it is the same as before.
 

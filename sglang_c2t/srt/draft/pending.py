@@ -60,11 +60,10 @@ class PendingTokens:
     def __init__(self, width: int, most_bytes: int = MOST_BYTES) -> None:
         self._width, self._most_bytes = width, most_bytes
         self._steps: list[_Step] = []
-        self._slots: set[int] = set()  # of requests with tokens; some have ended
 
     def any(self, slots: Sequence[int]) -> bool:
-        """Whether a request in these ``slots`` has tokens."""
-        return not self._slots.isdisjoint(slots)
+        """Whether a request in these ``slots`` has tokens; the last step ran all that have."""
+        return bool(self._steps) and not set(slots).isdisjoint(self._steps[-1].slots)
 
     @property
     def full(self) -> bool:
@@ -75,20 +74,15 @@ class PendingTokens:
 
     def add(self, slots: Sequence[int], tokens: Tensor, hidden: Tensor | None) -> None:
         """Add the ``tokens`` [B] of a step and the ``hidden`` states [B, H] that yielded them."""
-        ended = 0  # steps all of whose requests have ended
-        while ended < len(self._steps) and set(slots).isdisjoint(self._steps[ended].slots):
-            ended += 1
-        del self._steps[:ended]
-        self._slots.update(slots)
+        while self._steps and set(slots).isdisjoint(self._steps[0].slots):
+            del self._steps[0]  # all of its requests have ended
         self._steps.append(_Step([*slots], tokens, hidden))
 
     def forget(self, slots: Sequence[int]) -> None:
         """Forget the tokens of ``slots``, which belong to new requests."""
-        if not self.any(slots):
-            return
-        self._slots.difference_update(slots)
+        gone = set(slots)
         for step in self._steps:
-            step.slots[:] = [GONE if slot in slots else slot for slot in step.slots]
+            step.slots[:] = [GONE if slot in gone else slot for slot in step.slots]
 
     def take(self, slots: Sequence[int]) -> Iterator[Window]:
         """Remove all tokens, and yield those of ``slots`` [B], each of which has some, in windows.
@@ -98,7 +92,7 @@ class PendingTokens:
         changes nothing.
         """
         steps, width, batch = self._steps, self._width, len(slots)
-        self._steps, self._slots = [], set()
+        self._steps = []
         own: dict[int, list[int]] = {slot: [] for slot in slots}
         for place, slot in enumerate(slot for step in steps for slot in step.slots):
             if slot in own:

@@ -217,8 +217,7 @@ class Planning:
         view = self._view(batch, context, full, constrained, may_skip_drafts)
         if pending:
             plan = draft_free_plan(batch, self.planner.topk)
-            mine = self._or_else(False, lambda: self._burst_goes_on(view))
-            goes_on = bool(self.agree([int(mine)])[0])
+            goes_on = self._burst_goes_on(view)
         else:
             plan, goes_on = self._plan(view), True
             plan = self._with_layers(plan, agreed_layers(plan.num_layers), batch)
@@ -307,10 +306,17 @@ class Planning:
         return plan
 
     def _burst_goes_on(self, view: BatchView) -> bool:
-        """Learn what has arrived, then ask whether to make another draft-free step after this."""
-        self._learn_arrived()
-        goes_on: bool = self.planner.stays_draft_free(view)
-        return goes_on
+        """Return the first rank's answer, whether another draft-free step follows this one. Gates
+        and planners that raise end the burst.
+        """
+
+        def asked() -> bool:
+            self._learn_arrived()
+            answer: bool = self.planner.stays_draft_free(view)
+            return answer
+
+        mine = self._or_else(False, asked)
+        return mine if self.selector is None else bool(self.agree([int(mine)])[0])
 
     def _learn_arrived(self) -> None:
         while self._finished and self._finished[0].arrived:

@@ -290,6 +290,7 @@ def test_planning_of_a_gate_plans_full_drafts() -> None:
         agree=lambda _: 1 // 0,  # type: ignore[arg-type,return-value]
     )  # fmt: skip
     assert not planning.plans
+    assert planning.begin(2, pending=True).ends_burst, "of the planner that served before"
     for rows in [3, 5, 7, 9] * 5:
         step = planning.begin(2)
         assert step.plan == StepPlan(StepKind.FIXED, LAYERS, 1, 2 * (LAYERS + 1))
