@@ -100,7 +100,12 @@ def _add_compare(commands: Any) -> None:
     compare.add_argument(
         "--at-once", type=int, nargs="+", default=[1, 8, 32], help="loads; default: 1 8 32"
     )
-    compare.add_argument("--max-new-tokens", type=int, default=64, help="default: %(default)s")
+    compare.add_argument(
+        "--max-new-tokens",
+        type=int,
+        default=64,
+        help="of the longest answer; the shortest gets a quarter; default: %(default)s",
+    )
     compare.add_argument("--repeats", type=int, default=3, help="of each load; default: 3")
     compare.add_argument(
         "--side-by-side",

@@ -159,7 +159,8 @@ def stream_all(
     async def stream_them() -> list[Streamed]:
         async with aiohttp.ClientSession(
             timeout=aiohttp.ClientTimeout(total=None, sock_read=REQUEST_SECONDS),
-            connector=aiohttp.TCPConnector(limit=concurrency),
+            # A stopped server closes idle connections once it runs again.
+            connector=aiohttp.TCPConnector(limit=concurrency, force_close=True),
             read_bufsize=1 << 20,
         ) as session:
             return await asyncio.gather(*(stream(session, body) for body in bodies))

@@ -50,6 +50,9 @@ RESULTS = "compare.json"
 #: Our own prompts, of several kinds.
 MIXED = Path(__file__).with_name("mixed.jsonl")
 
+#: Multiples of it, modulo 1, are spread evenly.
+GOLDEN = (5**0.5 - 1) / 2
+
 #: Share by which two servers must differ for one to be called faster.
 ALIKE = 0.02
 
@@ -355,7 +358,6 @@ Bodies = Sequence[Mapping[str, Any]]
 
 def requests(settings: Settings, flags: Sequence[str]) -> Bodies:
     """Return greedy /generate bodies; messages get the chat template of the served model."""
-    params = {"temperature": 0, "max_new_tokens": settings.max_new_tokens}
     rows = settings.prompts
     texts = [row.text for row in rows]
     if any(row.messages for row in rows):
@@ -372,7 +374,19 @@ def requests(settings: Settings, flags: Sequence[str]) -> Bodies:
                 )
             elif row.messages:
                 texts[at] = "\n".join(str(message["content"]) for message in row.messages)
-    return [{"text": text, "sampling_params": params} for text in texts]
+    lengths = answer_lengths(len(texts), settings.max_new_tokens)
+    return [
+        {"text": text, "sampling_params": {"temperature": 0, "max_new_tokens": length}}
+        for text, length in zip(texts, lengths, strict=True)
+    ]
+
+
+def answer_lengths(count: int, most: int) -> list[int]:
+    """Return so many lengths, from a quarter of ``most`` to ``most``, in no order. Were all equal,
+    then without speculation all answers would end together, and the next prompts would be read
+    together. Where drafts are accepted answers end one by one, as users' answers do.
+    """
+    return [most - int(0.75 * most * (n * GOLDEN % 1.0)) for n in range(count)]
 
 
 def _value(flags: Sequence[str], *names: str) -> str | None:
@@ -513,8 +527,9 @@ def conditions(settings: Settings) -> str:
     packages = ", ".join(f"{name} {version(name)}" for name in ("sglang-c2t", "sglang", "torch"))
     together = "side by side" if settings.side_by_side else "one after the other"
     return (
-        f"{packages}; {len(settings.prompts)} prompts, greedy, at most {settings.max_new_tokens} "
-        f"new tokens; tokens/s at full load, prefill included; servers {together}; "
+        f"{packages}; {len(settings.prompts)} prompts, greedy, at most "
+        f"{settings.max_new_tokens // 4} to {settings.max_new_tokens} new tokens; tokens/s at full "
+        f"load, prefill included; servers {together}; "
         f"repeats: {settings.repeats}."
     )
 

@@ -7,10 +7,12 @@ loss is budgeted, and the interval doubles while exploration confirms the best p
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 from sglang_c2t.plan.cost import Curve
 from sglang_c2t.plan.plan import Plan, Plans
+from sglang_c2t.plan.verdicts import batch_bucket
 
 #: Share of the time that exploration may cost.
 SHARE = 0.005
@@ -51,7 +53,8 @@ class Exploration:
         self._spent_ms = 0.0  # by all steps
         self._cost_ms = 0.0  # by exploration steps
         self._drafted_at = [0] * (max_depth + 1)  # step that last drafted so many layers or more
-        self._tried_at = {False: 0, True: 0}  # step that last tried uniform or draft-free steps
+        # Step that last tried uniform or draft-free steps, of about so many requests.
+        self._tried_at: defaultdict[tuple[bool, int], int] = defaultdict(int)
         self._unseen_after = UNSEEN
         self._explored_at = -ARRIVES
         self._rows_at = -UNSEEN_AT_MOST  # step that last explored a row count
@@ -125,15 +128,15 @@ class Exploration:
         self._explored_at = self.step
         return other
 
-    def uniform(self, uniform: Plan, plan_rate: float, steps: int) -> bool:
-        """Whether ``steps`` uniform steps, or draft-free ones, may replace steps with
+    def uniform(self, uniform: Plan, batch: int, plan_rate: float, steps: int) -> bool:
+        """Whether ``steps`` uniform steps, or draft-free ones, of B requests may replace steps with
         ``plan_rate``.
         """
-        draft_free = uniform.layers == 0
+        kind = uniform.layers == 0, batch_bucket(batch)
         lost = steps * max(uniform.milliseconds - uniform.tokens / plan_rate, 0.0)
-        if not self._due(self._tried_at[draft_free]) and not self._afford(lost):
+        if not self._due(self._tried_at[kind]) and not self._afford(lost):
             return False
-        self._tried_at[draft_free] = self.step
+        self._tried_at[kind] = self.step
         return True
 
     def _due(self, last: int) -> bool:

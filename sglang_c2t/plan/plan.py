@@ -48,9 +48,6 @@ class Plan(NamedTuple):
     milliseconds: float
     """Expected milliseconds of the step."""
 
-    gain: float = 1.0
-    """Factor on the forecast's drafts that ``tokens`` contain."""
-
     @property
     def rate(self) -> float:
         """Tokens per millisecond."""
@@ -74,9 +71,6 @@ class Plans(NamedTuple):
 
     milliseconds: Array
     """Expected; infinite in tiers above the first that holds all rows, which would be padding."""
-
-    gain: float = 1.0
-    """The factor on the forecast's drafts in ``tokens``."""
 
     def best_of_each_depth(self) -> list[Plan]:
         """Return the plan with the highest rate for each number of layers."""
@@ -106,7 +100,7 @@ class Plans(NamedTuple):
     def _plan(self, depth: int, tier: int) -> Plan:
         at = depth, tier
         expected = float(self.tokens[at]), float(self.milliseconds[at])
-        return Plan(self.depths[depth], int(self.rows[at]), *expected, self.gain)
+        return Plan(self.depths[depth], int(self.rows[at]), *expected)
 
 
 def weighed(milliseconds: T, limit: float | None) -> T:
@@ -150,7 +144,6 @@ def every_plan(
     *,
     depths: Sequence[int],
     tiers: Sequence[int],
-    gain: float = 1.0,
 ) -> Plans:
     """Compute the plans of all depths and tiers.
 
@@ -161,7 +154,6 @@ def every_plan(
         cost: Milliseconds; positive.
         depths: Layer counts with graphs; 0 is among them if a step may skip drafting.
         tiers: Useful row counts, increasing; none below one root per request.
-        gain: Factor on the drafts expected by ``survival``.
 
     Raises:
         ValueError: No tier holds the batch.
@@ -177,9 +169,9 @@ def every_plan(
         # A tree's layer may hold fewer than C nodes.
         all_drafts = round(np.count_nonzero(survival[:, :layers]) * batch / len(survival))
         drafts[i] = np.minimum(roomy - batch, all_drafts)
-        tokens[i] = batch + gain * expected_gains(survival[:, :layers], batch, drafts[i])
+        tokens[i] = batch + expected_gains(survival[:, :layers], batch, drafts[i])
         milliseconds[i, 1 + int(np.searchsorted(roomy, batch + all_drafts)) :] = np.inf
-    return Plans(depths, roomy, batch + drafts, tokens, milliseconds, gain)
+    return Plans(depths, roomy, batch + drafts, tokens, milliseconds)
 
 
 def expected_gains(survival: Array, batch: int, drafts: NDArray[np.int64]) -> Array:
@@ -193,3 +185,16 @@ def expected_gains(survival: Array, batch: int, drafts: NDArray[np.int64]) -> Ar
     gained = np.zeros(best.size + 1)
     np.cumsum(best[::-1], out=gained[1:])
     return np.asarray(np.interp(drafts / share, np.arange(gained.size), gained)) * share
+
+
+def expected_by_layer(survival: Array, ranked: Array, batch: int, drafts: int) -> Array:
+    """Return [d]: the accepted ones of the ``drafts`` of the batch that are best by ``ranked``,
+    expected by ``survival``, both [S, d, ...].
+    """
+    values, best = survival.ravel(), np.zeros(survival.size)
+    count = min(round(drafts * len(survival) / batch), best.size)
+    if count:
+        chosen = np.argpartition(-ranked.ravel(), count - 1)[:count]
+        best[chosen] = values[chosen]
+    each = best.reshape(len(survival), survival.shape[1], -1)
+    return np.asarray(each.sum(axis=(0, 2))) * batch / len(survival)

@@ -22,7 +22,16 @@ import numpy as np
 from sglang_c2t.plan.acceptance import Acceptance, Estimator
 from sglang_c2t.plan.cost import StepCost
 from sglang_c2t.plan.explore import COLD_START_BUDGET, DISTORTED, Exploration
-from sglang_c2t.plan.plan import TIE, Plan, Plans, best_of, every_plan, weighed
+from sglang_c2t.plan.gains import Gains, gained
+from sglang_c2t.plan.plan import (
+    TIE,
+    Plan,
+    Plans,
+    best_of,
+    every_plan,
+    expected_by_layer,
+    weighed,
+)
 from sglang_c2t.plan.step import BatchView, StepKind, StepPlan, StepRecord, StepTimes
 from sglang_c2t.plan.survival import Array, Numbers
 from sglang_c2t.plan.verdicts import Comparison, Verdicts
@@ -46,6 +55,11 @@ LEARN_EVERY = 16
 #: next planned step comes sooner.
 SURPRISE = 1.0
 
+#: Times its predicted time from which a step counts as a pause of the machine. It teaches no costs,
+#: unless it is at least the third in a row.
+PAUSE = 4.0
+PAUSES_IN_A_ROW = 3
+
 #: Share of the best rate that the current plan may lack before another replaces it.
 INERTIA = 0.02
 
@@ -65,6 +79,12 @@ class _Rival(NamedTuple):
 
 class _Choice(NamedTuple):
     """All plans for a step, the best one, and the uniform plans that were compared enough."""
+
+    forecast: Array
+    """[S, D, ...]: survivals of drafts that represent the batch."""
+
+    survival: Array
+    """The same, with the gains of the last steps."""
 
     plans: Plans
     plan: Plan
@@ -109,6 +129,7 @@ class Planner:
         self.predicted_ms = self.measured_ms = 0.0
         """Sums over all steps with a prediction."""
         self._errors: deque[float] = deque(maxlen=512)
+        self._pauses = 0  # pauses in a row, up to the last step
         self._full_at = 0  # step that last verified a full draft for its labels
         self._forget_costs()
         self._forget_verdicts()
@@ -139,15 +160,8 @@ class Planner:
             self._explore.arrived()
         if record.times is not None:
             self._learn_times(record, record.times)
-        expected, batch = record.plan.expected_tokens, record.batch_size
-        if record.tokens is not None and expected is not None:
-            constrained = record.constrained is not None
-            forecast = (expected - batch) * self._comparison.gain(constrained=constrained)  # drafts
-            if record.tokens - batch - forecast > SURPRISE * (forecast + 1.0) ** 0.5:
-                self._verdicts.doubt(batch)
-            if record.plan.kind is not StepKind.EXPLORE:  # whose forecast knew little
-                each = record.tokens / batch - 1.0, expected / batch - 1.0
-                self._comparison.gained(self._steps, *each, constrained=constrained)
+        if record.num_correct is not None and record.plan.expected_drafts is not None:
+            self._learn_gains(record, record.num_correct, np.array(record.plan.expected_drafts))
         for of_constrained, acceptance in ((False, self.free), (True, self.constrained)):
             if outcome := record.of_class(constrained=of_constrained):
                 acceptance.firsts.append(self._first_layers(outcome))
@@ -205,7 +219,7 @@ class Planner:
             return held
         if not self._explore.waits and (explored := self._explored(choice, view)):
             return explored
-        made = self._step(StepKind.PLANNED, choice.plan)
+        made = self._step(StepKind.PLANNED, choice.plan, choice)
         same = self._verdicts.keep(view, made, taken=1)
         # After exploration: during a cold start uniform steps would use unmeasured costs.
         if choice.rivals:
@@ -216,59 +230,61 @@ class Planner:
     def _weighed_up(self, view: BatchView) -> _Choice:
         """Compare all plans for this step."""
         batch = self._last = view.batch_size, view.context
-        survival, gain = self._expected(view), self._gain(view)
+        forecast = self._expected(view)
+        survival = gained(forecast, self._gains.of_layers(constrained=view.num_constrained > 0))
         plans = every_plan(
             survival,
             batch[0],
             lambda *sizes: weighed(self.cost(*sizes, context=view.context), self.tpot_ms),
             depths=view.depths[-1:] if self._all_layers else view.depths,
             tiers=view.row_counts,
-            gain=gain,
         )
         plan = self._inert(best_of(plans.best_of_each_depth()), plans, view)
         rivals = []
-        for other in () if self._all_layers else self._uniform(survival, gain, view):
+        for other in () if self._all_layers else self._uniform(survival, view):
             self._comparison.add(self._steps, batch[0], plan, other)
             rates = self._comparison.rates(batch[0], draft_free=other.layers == 0)
             rivals += [] if rates is None else [_Rival(other, *rates)]
-        return _Choice(plans, plan, rivals)
+        return _Choice(forecast, survival, plans, plan, rivals)
 
     def _explored(self, choice: _Choice, view: BatchView) -> StepPlan | None:
         """Return an exploration step, or the first draft-free one of a burst to measure them."""
-        plans, plan, rivals = choice
+        _, _, plans, plan, rivals = choice
         best = best_of([plan, *(rival.plan for rival in rivals if rival.rate > rival.planned_rate)])
         if look := self._explore.row_count(self.cost.verify, plans, best):
             rows, other = look
             most = view.batch_size * self.full_rows(other.layers)
-            return self._step(StepKind.EXPLORE, other._replace(rows=min(rows, most)))
+            return self._step(StepKind.EXPLORE, other._replace(rows=min(rows, most)), choice)
         if view.allows_draft_free and self._tries_draft_free(view, best):
-            made = self._step(StepKind.UNIFORM, self._draft_free(view))
+            made = self._step(StepKind.UNIFORM, self._draft_free(view), choice)
             self._verdicts.keep(view, made, taken=1, steps=self._burst)
             return made
         deeper = self._explore.layers(plans.best_of_each_depth(), plan, best)
-        return self._step(StepKind.EXPLORE, deeper) if deeper else None
+        return self._step(StepKind.EXPLORE, deeper, choice) if deeper else None
 
     def _hold_uniform(self, choice: _Choice, view: BatchView) -> bool:
         """Make the next steps uniform if that has the higher rate, or a few to measure their cost.
         Returns whether the decision is unchanged.
         """
         if choice.uniform is not None:
-            made = self._step(StepKind.UNIFORM, choice.uniform.plan)
+            made = self._step(StepKind.UNIFORM, choice.uniform.plan, choice)
             return self._verdicts.keep(view, made, taken=0)
         drafted = [rival for rival in choice.rivals if rival.plan.layers]
         if not drafted or self.cost.uniform_measured(view.batch_size):
             return not self._verdicts.drop_uniform(view.batch_size)
-        if self._explore.uniform(drafted[0].plan, drafted[0].planned_rate, TRIAL):
-            made = self._step(StepKind.UNIFORM, drafted[0].plan)
+        rate = drafted[0].planned_rate
+        if self._explore.uniform(drafted[0].plan, view.batch_size, rate, TRIAL):
+            made = self._step(StepKind.UNIFORM, drafted[0].plan, choice)
             self._verdicts.keep(view, made, taken=0, steps=TRIAL)
         return True
 
-    def _step(self, kind: StepKind, plan: Plan) -> StepPlan:
-        """Return a step with a ``plan``; it expects the tokens that were forecast."""
+    def _step(self, kind: StepKind, plan: Plan, choice: _Choice) -> StepPlan:
+        """Return a step with a ``plan``, of which it expects what was forecast."""
         batch, layers, rows = self._last[0], plan.layers, plan.rows
-        forecast = batch + (plan.tokens - batch) / plan.gain
+        both = choice.forecast[:, :layers], choice.survival[:, :layers]
+        drafts = tuple(expected_by_layer(*both, batch, rows - batch).tolist()) if layers else None
         return StepPlan(
-            kind, layers, self.topk, rows, expected_ms=plan.milliseconds, expected_tokens=forecast
+            kind, layers, self.topk, rows, expected_ms=plan.milliseconds, expected_drafts=drafts
         )
 
     def _unmeasured_step(self, view: BatchView) -> StepPlan:
@@ -285,12 +301,6 @@ class Planner:
         again = held and plans.like(held.num_layers, held.row_budget)
         return again if again and again.rate >= (1.0 - INERTIA) * best.rate else best
 
-    def _gain(self, view: BatchView) -> float:
-        """Return by how much more drafts were accepted lately than forecast. Requests differ, and
-        uniform steps teach no survivals.
-        """
-        return self._comparison.gain(constrained=view.num_constrained > 0)
-
     def _expected(self, view: BatchView) -> Array:
         """Return [S, D, ...]: survivals of drafts that represent the batch."""
         batch, constrained = view.batch_size, view.num_constrained
@@ -298,18 +308,17 @@ class Planner:
         found = [of.expected(max(self.samples * n // batch, 1)) for of, n in classes if n > 0]
         return np.concatenate(found)
 
-    def _uniform(self, survival: Array, gain: float, view: BatchView) -> list[Plan]:
+    def _uniform(self, survival: Array, view: BatchView) -> list[Plan]:
         """Return the uniform plan with the highest rate for drafts of this ``survival``
-        [S, D, ...] and ``gain``, and that of draft-free steps, as far as they may follow and are
-        measured.
+        [S, D, ...], and that of draft-free steps, as far as they may follow and are measured.
         """
         batch, plans = view.batch_size, []
         for layers in view.depths if view.allows_uniform else ():
             each = self.full_rows(layers)
-            tokens = batch * (1.0 + gain * _most_likely(survival[:, :layers], each - 1))
+            tokens = batch * (1.0 + _most_likely(survival[:, :layers], each - 1))
             forwarded = _forwarded(view, batch * each)
             took = self.cost.one(forwarded, batch, layers, context=view.context, uniform=True)
-            plans.append(Plan(layers, batch * each, tokens, weighed(took, self.tpot_ms), gain))
+            plans.append(Plan(layers, batch * each, tokens, weighed(took, self.tpot_ms)))
         found = [best_of(plans)] if plans else []
         if view.allows_draft_free and self.cost.draft_free_measured(batch):
             found.append(self._draft_free(view))
@@ -336,7 +345,7 @@ class Planner:
         # Nothing is known of its rest: assume that of a uniform step.
         took = self.cost.one(_forwarded(view, free.rows), free.rows, 1, uniform=True)
         usual = free._replace(milliseconds=weighed(took, self.tpot_ms))
-        return self._explore.uniform(usual, rate, self._burst)
+        return self._explore.uniform(usual, view.batch_size, rate, self._burst)
 
     @property
     def _burst(self) -> int:
@@ -351,6 +360,18 @@ class Planner:
 
     # -- learning --------------------------------------------------------------------------
 
+    def _learn_gains(self, record: StepRecord, num_correct: Numbers, forecast: Array) -> None:
+        """Learn from the drafts accepted of each request [B], and those ``forecast`` [d]."""
+        constrained = record.constrained is not None
+        accepted = (num_correct[:, None] > np.arange(len(forecast))).sum(axis=0)
+        factors = self._gains.of_layers(constrained=constrained)[: len(forecast)]
+        expected = float((forecast * factors).sum())
+        if accepted.sum() - expected > SURPRISE * (expected + 1.0) ** 0.5:
+            self._verdicts.doubt(record.batch_size)
+        if record.plan.kind is not StepKind.EXPLORE:  # whose forecast knew little
+            each = accepted / record.batch_size, forecast / record.batch_size
+            self._gains.learn(self._steps, *each, constrained=constrained)
+
     def _learn_times(self, record: StepRecord, times: StepTimes) -> None:
         plan, batch = record.plan, record.batch_size
         uniform = plan.kind is StepKind.UNIFORM
@@ -358,10 +379,14 @@ class Planner:
         if times.step_ms is not None:
             if (predicted := self._predicted_ms(record, times)) is not None:
                 self._errors.append(predicted / times.step_ms)
-                ratio, draft_free = times.step_ms / predicted, plan.num_layers == 0
-                self._comparison.took(batch, ratio, uniform=uniform, draft_free=draft_free)
                 self.predicted_ms += predicted
                 self.measured_ms += times.step_ms
+                ratio, draft_free = times.step_ms / predicted, plan.num_layers == 0
+                known = self.cost.verify.measured(times.rows)
+                self._pauses = self._pauses + 1 if known and ratio > PAUSE else 0
+                if 0 < self._pauses < PAUSES_IN_A_ROW:
+                    return
+                self._comparison.took(batch, ratio, uniform=uniform, draft_free=draft_free)
             self._explore.took(times.step_ms)
         self.cost.observe(times, uniform=uniform, **step)
 
@@ -488,14 +513,15 @@ class Planner:
 
     def _forget_verdicts(self) -> None:
         self._verdicts, self._comparison = Verdicts(), Comparison()
+        self._gains = Gains(self.max_depth)
 
 
 def _resized(plan: StepPlan, rows: int) -> StepPlan:
     """Return a uniform ``plan`` for another number of requests, which forward ``rows``."""
-    tokens = plan.expected_tokens
-    if tokens is not None:
-        tokens *= rows / plan.row_budget
-    return replace(plan, row_budget=rows, expected_tokens=tokens)
+    drafts = plan.expected_drafts
+    if drafts is not None:
+        drafts = tuple(each * rows / plan.row_budget for each in drafts)
+    return replace(plan, row_budget=rows, expected_drafts=drafts)
 
 
 def _forwarded(view: BatchView, rows: int) -> int:

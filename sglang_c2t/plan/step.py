@@ -68,8 +68,10 @@ class StepPlan:
     expected_ms: float | None = None
     """Expected milliseconds; ``None`` if unknown."""
 
-    expected_tokens: float | None = None
-    """Expected tokens, bonus tokens included; ``None`` if unknown."""
+    expected_drafts: tuple[float, ...] | None = None
+    """Drafts over the batch that were forecast to be accepted, in each of d layers; ``None`` if
+    nothing was forecast.
+    """
 
     @property
     def reason(self) -> str:
@@ -132,8 +134,8 @@ class StepRecord:
     constrained: Numbers | None = None
     """[B] bool: requests whose sampling changes the target's distribution; ``None``: none."""
 
-    tokens: int | None = None
-    """Tokens of the step, bonus tokens included; ``None`` if it was not scored nor uniform."""
+    num_correct: Numbers | None = None
+    """[B] drafts accepted of each request; ``None`` if nothing was forecast."""
 
     times: StepTimes | None = None
     """``None`` if other work ran between this step and the next."""

@@ -5,7 +5,6 @@ next plan is the same.
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict, deque
 from collections.abc import Hashable
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from statistics import median
 import numpy as np
 
 from sglang_c2t.plan.cost import size_bucket
+from sglang_c2t.plan.gains import kept_share
 from sglang_c2t.plan.plan import Plan
 from sglang_c2t.plan.step import BatchView, StepKind, StepPlan
 from sglang_c2t.plan.survival import Array
@@ -37,16 +37,8 @@ RATIOS = 65
 FEW = 9
 
 #: Comparisons, and steps, after which an earlier comparison has a third of its weight.
-REMEMBERED = 128
+REMEMBERED = 32
 REMEMBERED_STEPS = 1024
-
-#: The same for the drafts accepted over those expected.
-REMEMBERED_GAINS = 32
-REMEMBERED_GAIN_STEPS = 512
-
-#: Drafts of a request added to both accepted and forecast ones, because those of few steps are few.
-UNSURE = 2.0
-
 
 #: Tokens per millisecond of planned steps and of uniform ones.
 Rates = tuple[float, float]
@@ -186,24 +178,6 @@ class Comparison:
 
     def __init__(self) -> None:
         self._buckets: defaultdict[tuple[int, bool], _Bucket] = defaultdict(_Bucket)
-        # Drafts accepted and expected by a request, and the last step; without and with
-        # constrained requests.
-        self._gains = np.zeros((2, 2))
-        self._gained_at = [0, 0]
-
-    def gained(self, step: int, accepted: float, expected: float, *, constrained: bool) -> None:
-        """Add the drafts accepted by a request in a ``step``, and those that were forecast. A batch
-        with constrained requests teaches nothing for others.
-        """
-        kept = _kept(step - self._gained_at[constrained], REMEMBERED_GAINS, REMEMBERED_GAIN_STEPS)
-        self._gains[int(constrained)] *= kept
-        self._gains[int(constrained)] += accepted, expected
-        self._gained_at[constrained] = step
-
-    def gain(self, *, constrained: bool) -> float:
-        """Return the ratio of accepted to forecast drafts."""
-        accepted, expected = (self._gains[int(constrained)] + UNSURE).tolist()
-        return float(accepted / expected)
 
     def took(self, batch: int, over_predicted: float, *, uniform: bool, draft_free: bool) -> None:
         """Add the ratio of a step's time to its predicted time."""
@@ -225,7 +199,7 @@ class Comparison:
         usual = median(bucket.planned) if bucket.planned else 1.0
         missing = [usual] * (FEW - len(bucket.uniform))
         new[:, 1] *= usual, median([*bucket.uniform, *missing])
-        kept = _kept(step - bucket.step, REMEMBERED, REMEMBERED_STEPS)
+        kept = kept_share(step - bucket.step, REMEMBERED, REMEMBERED_STEPS)
         bucket.sums, bucket.step = kept * bucket.sums + new, step
         bucket.compared += 1
 
@@ -237,8 +211,3 @@ class Comparison:
         # The ratio of sums: a uniform step takes as long where a planned one is short.
         (tokens, took), (uniform_tokens, uniform_took) = bucket.sums.tolist()
         return tokens / took, uniform_tokens / uniform_took
-
-
-def _kept(steps: int, remembered: int, remembered_steps: int) -> float:
-    """Return the share of earlier sums that is kept, the last of which is ``steps`` old."""
-    return min(1.0 - 1.0 / remembered, math.exp(-steps / remembered_steps))

@@ -91,8 +91,9 @@ class MadeUpServer:
                 correct = np.minimum(lives, drafts)
                 outcome = drafted, drafts, correct
             times = self.times(plan)
-            tokens = int(self.batch + correct.sum()) if plan.num_layers else None
-            late = StepRecord(plan, self.batch, self.context, outcome, tokens=tokens, times=times)
+            late = StepRecord(
+                plan, self.batch, self.context, outcome, num_correct=correct, times=times
+            )
             self.late.append(late)
             if len(self.late) > LAG:
                 planner.learn(self.late.pop(0))

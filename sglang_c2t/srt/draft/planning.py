@@ -239,7 +239,7 @@ class Planning:
         scored = step.plan.kind not in (StepKind.UNIFORM, StepKind.FIXED)
         if self.selector is not None and scored:
             step.outcome = HostSizes(self.selector.outcome(step, verify_input, accept_lens))
-        if step.plan.expected_tokens is not None and not step.draft_free:
+        if step.plan.expected_drafts is not None:
             step.accepted = HostSizes(accept_lens)
         self._last = step
 
@@ -345,14 +345,14 @@ class Planning:
         return plan.num_layers == 0 and view.allows_draft_free
 
     def _with_layers(self, plan: StepPlan, layers: int, batch: int) -> StepPlan:
-        """Return the ``plan`` with the number of layers that all ranks draft, for which no tokens
-        were forecast.
+        """Return the ``plan`` with the number of layers that all ranks draft, for which nothing was
+        forecast.
         """
         if layers == plan.num_layers:
             return plan
         most = batch * self.planner.full_rows(layers)
         rows = most if plan.kind is StepKind.UNIFORM else min(plan.row_budget, most)
-        return replace(plan, num_layers=layers, row_budget=rows, expected_tokens=None)
+        return replace(plan, num_layers=layers, row_budget=rows, expected_drafts=None)
 
     def _or_else(self, otherwise: T, ask: Callable[[], T]) -> T:
         """Return the result of ``ask``; ``otherwise`` if the planner raises."""
@@ -372,7 +372,7 @@ class Planning:
             step.plan,
             step.batch,
             step.context,
-            tokens=None if step.accepted is None else int(step.accepted.wait().sum()),
+            num_correct=None if step.accepted is None else step.accepted.wait().numpy() - 1,
             # A planner learns all times of a step; FixedPlanner only those of verification.
             times=None if step.end is None and self.plans else step.times(),
         )
