@@ -342,13 +342,20 @@ class StepCost:
         self._draft_free_steps = self._extends = 0.0  # decayed
 
     def observe(
-        self, times: StepTimes, *, batch: int, layers: int, context: int = 0, uniform: bool = False
+        self,
+        times: StepTimes,
+        *,
+        batch: int,
+        layers: int,
+        context: int = 0,
+        uniform: bool = False,
+        dummy: bool = False,
     ) -> None:
         """Learn from the ``times`` of a step of B requests that drafted d ``layers``. Steps of
-        dummy requests seed the curves.
+        ``dummy`` requests seed the curves.
         """
         per_layer = {batch: times.draft_ms / (layers - 1)} if layers > 1 else {}
-        if times.step_ms is None:
+        if dummy:
             self._seed(times, batch)
             self.layer.seed(per_layer)
             return
@@ -368,7 +375,8 @@ class StepCost:
             self._extends = kept * self._extends + times.extends
             if times.extends:
                 self.curves["draft_free_extend"].observe(batch, times.draft_ms / times.extends)
-        rest.observe(batch, max(times.step_ms - times.verify_ms - times.draft_ms, 0.0))
+        if times.step_ms is not None:
+            rest.observe(batch, max(times.step_ms - times.verify_ms - times.draft_ms, 0.0))
         for size, milliseconds in per_layer.items():
             layer.observe(size, milliseconds)
 

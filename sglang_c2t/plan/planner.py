@@ -374,21 +374,32 @@ class Planner:
 
     def _learn_times(self, record: StepRecord, times: StepTimes) -> None:
         plan, batch = record.plan, record.batch_size
-        uniform = plan.kind is StepKind.UNIFORM
+        uniform, dummy = plan.kind is StepKind.UNIFORM, plan.kind is StepKind.WARMUP
+        if not dummy:
+            predicted = self._predicted_ms(record, times)
+            if self._paused(record, times, predicted):
+                return
+            if times.step_ms is not None:
+                self._explore.took(times.step_ms)
+                if predicted is not None:
+                    self._errors.append(predicted / times.step_ms)
+                    ratio, draft_free = times.step_ms / predicted, plan.num_layers == 0
+                    self._comparison.took(batch, ratio, uniform=uniform, draft_free=draft_free)
         step: Any = {"batch": batch, "layers": plan.num_layers, "context": record.context}
-        if times.step_ms is not None:
-            if (predicted := self._predicted_ms(record, times)) is not None:
-                self._errors.append(predicted / times.step_ms)
-                self.predicted_ms += predicted
-                self.measured_ms += times.step_ms
-                ratio, draft_free = times.step_ms / predicted, plan.num_layers == 0
-                known = self.cost.verify.measured(times.rows)
-                self._pauses = self._pauses + 1 if known and ratio > PAUSE else 0
-                if 0 < self._pauses < PAUSES_IN_A_ROW:
-                    return
-                self._comparison.took(batch, ratio, uniform=uniform, draft_free=draft_free)
-            self._explore.took(times.step_ms)
-        self.cost.observe(times, uniform=uniform, **step)
+        self.cost.observe(times, uniform=uniform, dummy=dummy, **step)
+
+    def _paused(self, record: StepRecord, times: StepTimes, predicted: float | None) -> bool:
+        """Whether the machine paused during a step, which was ``predicted`` to take so long."""
+        took = times.step_ms
+        if took is not None and predicted is not None:
+            self.predicted_ms += predicted
+            self.measured_ms += took
+        else:
+            took = times.verify_ms
+            predicted = self.cost.target(times.rows, record.batch_size, record.context)
+        known = self.cost.verify.measured(times.rows)
+        self._pauses = self._pauses + 1 if known and took > PAUSE * predicted else 0
+        return 0 < self._pauses < PAUSES_IN_A_ROW
 
     def _predicted_ms(self, record: StepRecord, times: StepTimes) -> float | None:
         """Return the predicted time of a step; ``None`` if too little was measured."""

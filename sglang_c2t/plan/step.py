@@ -112,7 +112,7 @@ class StepTimes(NamedTuple):
     draft_ms: float
     """After a draft-free step: the time of all draft extends, 0 if the burst goes on."""
     step_ms: float | None = None
-    """``None`` for dummy requests."""
+    """``None`` if other work ran between this step and the next, and for dummy requests."""
     extends: int = 0
     """Draft extends after a draft-free step."""
 
@@ -138,7 +138,7 @@ class StepRecord:
     """[B] drafts accepted of each request; ``None`` if nothing was forecast."""
 
     times: StepTimes | None = None
-    """``None`` if other work ran between this step and the next."""
+    """``None`` if unknown."""
 
     def of_class(self, *, constrained: bool) -> tuple[Numbers, ...]:
         """Return the outcome of the requests of one class; empty if there are none."""

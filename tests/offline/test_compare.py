@@ -13,10 +13,12 @@ from typing import Any
 
 import psutil
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from sglang_c2t.checks import ConfigError
 from sglang_c2t.offline.client import Streamed
-from sglang_c2t.offline.compare import MIXED, Arm, Run, arms, ratio, verdict
+from sglang_c2t.offline.compare import MIXED, Arm, Run, answer_lengths, arms, ratio, verdict
 from sglang_c2t.offline.prompts import read_prompts
 
 DRAFTING = ["--model-path", "m", "--speculative-algorithm", "EAGLE3"]
@@ -198,3 +200,11 @@ def test_compare_own_prompts_are_of_several_kinds() -> None:
     rows = read_prompts(MIXED)
     assert len({row.group for row in rows}) >= 6
     assert len(rows) == len({str(row.messages) for row in rows}) >= 24
+
+
+@given(st.integers(1, 60), st.integers(1, 500))
+def test_compare_answers_are_of_a_quarter_of_the_length_to_all_of_it(count: int, most: int) -> None:
+    lengths = answer_lengths(count, most)
+    assert min(lengths) >= most / 4
+    assert lengths[0] == max(lengths) == most
+    assert count < 4 or most < 40 or len(set(lengths)) > count / 2

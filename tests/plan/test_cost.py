@@ -234,7 +234,7 @@ def test_step_cost_of_a_request_is_told_from_that_of_its_rows_and_restored() -> 
     cost, true = StepCost(), lambda rows, batch: 10.0 + 2.0 * rows + 5.0 * batch
     for rows, batch in ((16, 3), (16, 16), (32, 6), (64, 11)):
         warm_up = StepTimes(rows, true(rows, batch), 0.0)
-        cost.observe(warm_up, batch=batch, layers=1)
+        cost.observe(warm_up, batch=batch, layers=1, dummy=True)
     again = StepCost()
     again.restore(cost.state())
     for one in (cost, again):
@@ -246,6 +246,16 @@ def test_step_cost_of_a_request_is_told_from_that_of_its_rows_and_restored() -> 
         assert one.target(64, 32, 0) == pytest.approx(true(64, 32))
         assert one.target(64, 11, 0) == pytest.approx(true(64, 11))
     assert StepCost().request == 0.0
+
+
+def test_step_before_other_work_teaches_its_forwards_alone() -> None:
+    cost = StepCost()
+    cost.observe(StepTimes(24, 30.0, 8.0), batch=8, layers=3)
+    cost.observe(StepTimes(8, 20.0, 6.0, extends=2), batch=8, layers=0)
+    points = {name: each for name, each in cost.state().items() if each}
+    assert points == {
+        "verify": {8: 20.0, 24: 30.0}, "layer": {8: 4.0}, "draft_free_extend": {8: 3.0}
+    }  # fmt: skip
 
 
 def test_step_cost_of_contexts_is_restored() -> None:

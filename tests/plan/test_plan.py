@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_c2t.plan.plan import best_plan, every_plan, expected_gains
+from sglang_c2t.plan.plan import best_plan, every_plan, expected_by_layer, expected_gains
 
 
 def chains(rng: np.random.Generator, requests: int, depth: int) -> np.ndarray:
@@ -69,6 +69,20 @@ def test_expected_gains_of_samples_equal_repeated_requests(
     expected = [0.0, *itertools.accumulate(drafts)]
     counts = np.arange(len(expected))
     assert expected_gains(survival, samples * times, counts) == pytest.approx(expected)
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 5), st.integers(1, 4), st.data())
+def test_drafts_expected_by_layer_are_those_that_a_plan_verifies(
+    seed: int, requests: int, depth: int, data: st.DataObject
+) -> None:
+    """Ranked by one survival, counted by another; against picking them one by one."""
+    rng = np.random.default_rng(seed)
+    ranked, survival = chains(rng, requests, depth), chains(rng, requests, depth)
+    drafts = data.draw(st.integers(0, requests * depth))
+    places = [*np.ndindex(ranked.shape)]
+    best = sorted(places, key=lambda place: -ranked[place])[:drafts]
+    expected = [sum(survival[b, d] for b, d in best if d == layer) for layer in range(depth)]
+    assert expected_by_layer(survival, ranked, requests, drafts) == pytest.approx(expected)
 
 
 def test_best_plan_that_fills_a_tier() -> None:

@@ -221,6 +221,29 @@ def test_planner_draft_free_plan_goes_on_while_requests_come_and_go_and_contexts
     assert drafting < 0.03 * 60 * 20
 
 
+def test_planner_tries_draft_free_steps_with_each_number_of_requests() -> None:
+    """Those of 4 requests say little of 32."""
+    planner, server = Planner(DEPTH, Survival(DEPTH)), proportional(power=6.0)
+    server.batch = 4
+    server.serve(planner, 400)
+    server.batch = 32
+    plans, _ = server.serve(planner, 40)
+    assert any(plan.num_layers == 0 for plan in plans)
+
+
+@pytest.mark.parametrize(("slow_steps", "teach"), [(2, 0), (3, 1)])
+def test_planner_learns_no_costs_from_pauses_of_the_machine(slow_steps: int, teach: int) -> None:
+    planner, server = Planner(DEPTH, Survival(DEPTH)), MadeUpServer(8)
+    server.serve(planner, 300)
+    (plan,), _ = server.serve(planner, 1)
+    before, server.late = planner.cost.verify.measurements, []
+    for _ in range(slow_steps):
+        times = server.times(plan)
+        times = times._replace(verify_ms=8000.0, step_ms=times.step_ms + 8000.0)
+        planner.learn(StepRecord(plan, 8, times=times))
+    assert planner.cost.verify.measurements - before == teach
+
+
 def test_planner_tries_draft_free_steps_that_a_slow_moment_before_serving_made_dear() -> None:
     """32 rows seem to take 160 ms and take 101. Smaller batches have used up the exploration."""
     planner, server = Planner(DEPTH, Survival(DEPTH)), proportional(power=12.0)

@@ -373,8 +373,7 @@ class Planning:
             step.batch,
             step.context,
             num_correct=None if step.accepted is None else step.accepted.wait().numpy() - 1,
-            # A planner learns all times of a step; FixedPlanner only those of verification.
-            times=None if step.end is None and self.plans else step.times(),
+            times=None if step.verify is None else step.times(),
         )
         if step.outcome is not None and self.selector is not None:
             numbers = step.outcome.wait().numpy()
