@@ -13,7 +13,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from sglang_c2t.checks import ConfigError
-from sglang_c2t.offline.client import Streamed, full_load_rate, stream_all
+from sglang_c2t.offline.client import Streamed, c2t_states, full_load_rate, stream_all
 from sglang_c2t.offline.progress import progress_on
 from sglang_c2t.offline.prompts import PromptRow
 from sglang_c2t.offline.servers import (
@@ -116,6 +116,8 @@ class Arm:
     """Host memory of its processes alone."""
     cache_tokens: int = 0
     """Tokens that its KV cache holds."""
+    planners: list[dict[str, Any]] = field(default_factory=list)
+    """The planner's report of each scheduler, after all loads."""
 
     def tokens_per_verification(self, load: int) -> float | None:
         """Return the accept length, bonus tokens included; ``None`` without speculation."""
@@ -219,6 +221,8 @@ def compare(flags: Sequence[str], settings: Settings, console: Console) -> int:
     for column in columns:
         console.print(verdict(measured, column), markup=False)
     console.print(prices(measured), markup=False)
+    for told in predictions(servers[-1].planners):
+        console.print(told, markup=False)
     console.print(conditions(settings), markup=False)
     differing = {server.name: differences(server, measured[0]) for server in measured}
     console.print(agreement(differing), markup=False)
@@ -333,6 +337,9 @@ def running(server: Arm, settings: Settings) -> Iterator[Address | None]:
         with urllib.request.urlopen(f"{url}/server_info", timeout=60) as reply:
             server.cache_tokens = json.load(reply).get("max_total_num_tokens", 0)
         yield Address(url, process.pid)
+        with suppress(OSError):
+            states = c2t_states(url) if server.name == C2T else []
+            server.planners = [state["planner"] for state in states if state.get("planner")]
     finally:
         stop(process)
 
@@ -544,6 +551,17 @@ def prices(servers: Sequence[Arm]) -> str:
     return f"Start: {'; '.join(each)}."
 
 
+def predictions(planners: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return for each scheduler how long its planner expected steps to take."""
+    return [
+        f"{C2T} expected {middle:.2f} [{low:.2f}, {high:.2f}] of the time of a step (median and "
+        "quartiles of the last 512)."
+        for planner in planners
+        if (middle := planner["predicted_over_measured"]) is not None
+        for low, high in [planner["predicted_over_measured_quartiles"]]
+    ]
+
+
 def differences(server: Arm, base: Arm) -> int:
     """Count the answers that differ from the first ones of ``base`` to the same prompts."""
     return sum(
@@ -576,6 +594,7 @@ def facts(servers: Sequence[Arm]) -> list[dict[str, Any]]:
             "start_seconds": server.start_seconds,
             "memory_gib": server.memory_gib,
             "cache_tokens": server.cache_tokens,
+            "planners": server.planners,
             "loads": {
                 load: {
                     "tokens_per_second": [run.rate for run in runs],

@@ -22,7 +22,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Health, or server_info."""
-        self._reply({"max_total_num_tokens": 1000})
+        ratios = {"predicted_over_measured": 0.97, "predicted_over_measured_quartiles": [0.9, 1.0]}
+        states = [{"c2t": {"planner": ratios}}]
+        self._reply({"max_total_num_tokens": 1000, "internal_states": states})
 
     def do_POST(self) -> None:
         """A cache to flush, or a prompt to answer."""

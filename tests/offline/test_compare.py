@@ -67,8 +67,10 @@ def test_compare_prints_each_server_at_each_load_and_that_outputs_agree(
     assert "Fastest at 1: " in done.stdout
     assert "Fastest at all: " in done.stdout
     assert "All outputs are equal." in done.stdout
+    assert "--c2t expected 0.97 [0.90, 1.00] of the time of a step" in done.stdout
     found = json.loads((prompts.parent / "out" / "compare.json").read_text())
     assert [len(one["loads"]["2"]["tokens_per_second"]) for one in found] == [2] * 4
+    assert [len(one["planners"]) for one in found] == [0, 0, 0, 1]
 
 
 def test_compare_side_by_side_runs_in_turn_where_memory_is_short(prompts: Path) -> None:
