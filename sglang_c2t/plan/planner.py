@@ -375,30 +375,31 @@ class Planner:
     def _learn_times(self, record: StepRecord, times: StepTimes) -> None:
         plan, batch = record.plan, record.batch_size
         uniform, dummy = plan.kind is StepKind.UNIFORM, plan.kind is StepKind.WARMUP
-        if not dummy:
-            predicted = self._predicted_ms(record, times)
-            if self._paused(record, times, predicted):
-                return
-            if times.step_ms is not None:
-                self._explore.took(times.step_ms)
-                if predicted is not None:
-                    self._errors.append(predicted / times.step_ms)
-                    ratio, draft_free = times.step_ms / predicted, plan.num_layers == 0
-                    self._comparison.took(batch, ratio, uniform=uniform, draft_free=draft_free)
+        took, over = times.step_ms, None
+        if took is not None and (predicted := self._predicted_ms(record, times)) is not None:
+            over = took / predicted
+            self._errors.append(predicted / took)
+            self.predicted_ms += predicted
+            self.measured_ms += took
+        if not dummy and self._paused(record, times, over):
+            return
+        if took is not None:
+            self._explore.took(took)
+        if over is not None:
+            draft_free = plan.num_layers == 0
+            self._comparison.took(batch, over, uniform=uniform, draft_free=draft_free)
         step: Any = {"batch": batch, "layers": plan.num_layers, "context": record.context}
         self.cost.observe(times, uniform=uniform, dummy=dummy, **step)
 
-    def _paused(self, record: StepRecord, times: StepTimes, predicted: float | None) -> bool:
-        """Whether the machine paused during a step, which was ``predicted`` to take so long."""
-        took = times.step_ms
-        if took is not None and predicted is not None:
-            self.predicted_ms += predicted
-            self.measured_ms += took
-        else:
-            took = times.verify_ms
+    def _paused(self, record: StepRecord, times: StepTimes, over: float | None) -> bool:
+        """Whether the machine paused during a step, which took ``over`` times as long as predicted.
+        If this is unknown, its target forward tells.
+        """
+        if over is None:
             predicted = self.cost.target(times.rows, record.batch_size, record.context)
+            over = times.verify_ms / predicted if predicted > 0.0 else 1.0
         known = self.cost.verify.measured(times.rows)
-        self._pauses = self._pauses + 1 if known and took > PAUSE * predicted else 0
+        self._pauses = self._pauses + 1 if known and over > PAUSE else 0
         return 0 < self._pauses < PAUSES_IN_A_ROW
 
     def _predicted_ms(self, record: StepRecord, times: StepTimes) -> float | None:

@@ -116,8 +116,9 @@ class Step:
     def arrived(self) -> bool:
         """Whether the outcome and the times can be read without waiting for the device."""
         outcome = all(on is None or on.arrived for on in (self.outcome, self.accepted))
-        last = self.end or (self.verify and self.verify[1])
-        return outcome and (last is None or last.passed)
+        # The draft extends of draft-free steps follow the verification.
+        ends = [*(self.verify or ()), *self.draft, *([self.end] if self.end else [])]
+        return outcome and all(mark.passed for mark in ends)
 
     def times(self) -> StepTimes:
         """Return the step's times; it must be verified, and its marks passed."""
@@ -297,6 +298,7 @@ class Planning:
             num_layers=layers,
             row_budget=rows,
             full_draft_of=None if chosen < 0 else chosen,
+            expected_drafts=None,
         )
 
     def _learnt_and_planned(self, view: BatchView) -> StepPlan:

@@ -25,6 +25,7 @@ from sglang_c2t.srt.draft.planning import REFRESH_EVERY, Planning, Step, geometr
 from sglang_c2t.srt.draft.selection import ChainSelector
 from sglang_c2t.srt.verify.chain import ChainVerifyInput
 from sglang_c2t.srt.verify.packing import Packing
+from sglang_c2t.srt.verify.timing import Mark
 from tests.doubles import double
 from tests.srt.chains import full_chains
 
@@ -210,6 +211,18 @@ def test_planning_step_before_a_prefill_or_an_idle_server_is_timed_in_part() -> 
     assert all(each.verify_ms >= 0.0 for each in times)
     assert {record.context for record in planner.records} == {9}
     assert len(planner.outcomes) == 4, "outcomes are learnt all the same, but of unmeasured drafts"
+
+
+def test_step_has_arrived_once_the_device_has_passed_all_its_marks() -> None:
+    """The draft extends of draft-free steps come last, if other work follows."""
+    passed, late = Mark(False), Mark(False)
+    step = Step(StepPlan(StepKind.UNIFORM, 0, 1, 2), 2, 0, passed)
+    step.draft, step.verify = [passed, late], (passed, passed)
+    assert step.arrived
+    with mock.patch.object(Mark, "passed", property(lambda mark: mark is not late)):
+        assert not step.arrived
+        step.draft = []
+        assert step.arrived
 
 
 def test_planning_learns_outcomes_when_the_next_step_begins() -> None:
