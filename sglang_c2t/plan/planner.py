@@ -393,7 +393,7 @@ class Planner:
 
     def _paused(self, record: StepRecord, times: StepTimes, over: float | None) -> bool:
         """Whether the machine paused during a step, which took ``over`` times as long as predicted.
-        If this is unknown, its target forward tells.
+        If this is unknown, its target forward counts.
         """
         if over is None:
             predicted = self.cost.target(times.rows, record.batch_size, record.context)
