@@ -9,6 +9,7 @@ import bisect
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,9 @@ SEED = 3
 #: Default quantile of the measurements that a curve uses.
 LOW = 0.25
 
+#: Standard deviations between the quartiles of a normal distribution.
+QUARTILES = 1.35
+
 #: A measurement expires after as many steps as the server had made when it was taken, within
 #: these bounds. The first ones of a process may be far off. Later, the slowdown factor covers a
 #: slower machine, and a load that returns need not measure its sizes again.
@@ -43,7 +47,8 @@ SHORTEST = 1e-6
 REMEMBERED = 20_000
 LATELY = 100
 
-#: A slope counts only if its square exceeds the variance of its noise by this factor.
+#: A slope over contexts, and a size's distance from the line between its neighbours, count only as
+#: far as their square exceeds the variance of their noise by this factor.
 SURE = 16.0
 
 #: Least share of a forward's time that its rows take, at any context.
@@ -73,7 +78,8 @@ class Curve:
     neighbours. If a pause could raise it, no plan would choose that size again. The curve falls
     only where the measurements agree. Kernels change with the size: on some CPUs 16 rows take two
     thirds of the time of 10. A size is pooled with a larger one if it has few measurements or was
-    ever as fast. Both then get the quartile of their joint measurements.
+    ever as fast. Both then get the quartile of their joint measurements. Last, each size is moved
+    towards the line between its neighbours, as far as noise may explain its distance.
 
     Between sizes the curve interpolates. Beyond them it continues with the slope from the smallest
     to the largest size, though no size costs less than its share of a larger one.
@@ -96,8 +102,8 @@ class Curve:
         self._steps = 0
         self._sizes: list[int] = []  # measured, increasing
         self._alone: dict[int, tuple[float, list[float]]] = {}  # quantile and measurements, by size
+        self._noise: dict[int, float] = {}  # relative deviation of a measurement, by size
         self._values: list[float] | None = None  # by size, fitted together; None: to be fitted
-        self._pooled = False  # whether some sizes share a value
         self._drawn: dict[float, float] = {}  # results since the last fit
 
     def observe(self, size: int, milliseconds: float) -> None:
@@ -197,9 +203,22 @@ class Curve:
                     measured, sizes = low + measured, more + sizes
                     value = quantile(measured, self._share)
                 pools.append((value, measured, sizes))
-            self._values = [value for value, _, sizes in pools for _ in range(sizes)]
-            self._pooled = len(pools) < len(self._values)
+            self._values = self._shrunk([v for v, _, sizes in pools for _ in range(sizes)])
         return self._values
+
+    def _shrunk(self, values: list[float]) -> list[float]:
+        """Return the ``values`` of all sizes without what is noise by James and Stein's estimator:
+        else sizes that were lucky a few times would be chosen.
+        """
+        found, noise = values.copy(), median(self._noise.values()) if self._noise else 0.0
+        for i in range(1, len(values) - 1) if noise else ():
+            left, size, right = self._sizes[i - 1 : i + 2]
+            share = (size - left) / (right - left)
+            line = (1.0 - share) * values[i - 1] + share * values[i + 1]
+            variance = (noise * values[i]) ** 2 / max(len(self._samples.get(size, ())), 1)
+            away = values[i] - line
+            found[i] = line + away * max(1.0 - SURE * variance / max(away**2, 1e-30), 0.0)
+        return found
 
     def _believed(self) -> list[tuple[float, list[float]]]:
         """Quantile and measurements by increasing size, capped where a size has few of them."""
@@ -224,18 +243,12 @@ class Curve:
         measured = list(self._samples.get(size, ()))
         if size in self._seeds and len(measured) < SEED:
             measured = [min([self._seeds[size], *measured])] * SEED
-        last, now = self._alone.get(size), (quantile(measured, self._share), measured)
-        self._alone[size] = now
-        # Most measurements do not change the curve.
-        if last is None or self._pooled or _use(last) != _use(now):
-            self._values = None
-            self._drawn.clear()
-
-
-def _use(alone: tuple[float, list[float]]) -> tuple[float, ...]:
-    """Return what a curve without pools depends on, of a size's quantile and measurements."""
-    value, measured = alone
-    return (value, min(measured)) if len(measured) >= SEED else (value, *measured)
+        if size in self._samples and len(measured) > SEED:
+            middle = [quantile(measured, share) for share in (LOW, 0.5, 1.0 - LOW)]
+            self._noise[size] = (middle[2] - middle[0]) / QUARTILES / max(middle[1], SHORTEST)
+        self._alone[size] = quantile(measured, self._share), measured
+        self._values = None
+        self._drawn.clear()
 
 
 class SlowdownFactor:

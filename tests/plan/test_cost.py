@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from itertools import pairwise
+from unittest import mock
 
 import numpy as np
 import pytest
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_c2t.plan.cost import SEED, STALE, STALE_AT_LAST, Curve, StepCost, size_bucket
+from sglang_c2t.plan.cost import MEMORY, SEED, STALE, STALE_AT_LAST, Curve, StepCost, size_bucket
 from sglang_c2t.plan.step import StepTimes
 from sglang_c2t.plan.tiers import Tiers
 
@@ -28,13 +29,16 @@ def curve_of(*points: tuple[int, float]) -> Curve:
 def test_cost_curve_falls_only_after_a_size_that_was_never_faster(
     points: list[tuple[int, float]],
 ) -> None:
-    curve = curve_of(*points)
-    sizes = sorted(curve.points)
+    """Before noise is taken out, which moves sizes towards their neighbours."""
+    with mock.patch("sglang_c2t.plan.cost.SURE", 0.0):
+        curve = curve_of(*points)
+        sizes = sorted(curve.points)
     for smaller, larger in pairwise(sizes):
         if curve(smaller) > curve(larger) + 1e-9:
             measured = [ms for size, ms in points if size_bucket(size) <= smaller]
             assert len(measured) >= SEED
-            assert min(ms for size, ms in points if size_bucket(size) == smaller) > curve(larger)
+            mine = [ms for size, ms in points if size_bucket(size) == smaller][-MEMORY:]
+            assert min(mine) > curve(larger)
     assert curve(80) >= curve(sizes[-1]) - 1e-9, "beyond what was measured nothing gets cheaper"
 
 
@@ -50,20 +54,17 @@ def test_cost_curve_few_measurements_only_lower_a_size() -> None:
     assert curve(14) == 90.0
 
 
-#: Two sizes share a value, and one's last measurement is neither its least nor its quartile.
-SHARED = [(1, 1)] * 2 + [(1, 5)] * 7 + [(2, 2), *[(2, 3)] * 2] + [(2, 6)] * 6 + [(1, 4)]
-
-
-@example(SHARED)
-@given(st.lists(st.tuples(st.integers(1, 3), st.integers(1, 6)), max_size=60))
-def test_cost_curve_cached_equals_fitted(measured: list[tuple[int, int]]) -> None:
-    """Only values that a measurement leaves unchanged may be kept."""
-    asked, fitted = Curve(), Curve()
-    for size, milliseconds in measured:
-        asked.observe(size, milliseconds)
-        asked(size)
-        fitted.observe(size, milliseconds)
-    assert [asked(size) for size in range(5)] == [fitted(size) for size in range(5)]
+@pytest.mark.parametrize(("noise", "moved"), [(0.2, 1.0), (0.04, 0.12), (0.002, 0.0)])
+def test_cost_curve_believes_a_step_between_neighbours_as_far_as_it_exceeds_the_noise(
+    noise: float, moved: float
+) -> None:
+    """16 rows take a tenth less than the line from 8 to 24 says, as kernels and luck do."""
+    spread = 1.0 + noise * np.linspace(-1.0, 1.0, 9)
+    found = curve_of(
+        *((n, each * ms) for each in spread for n, ms in [(8, 100), (16, 108), (24, 140)])
+    )
+    line, low = (found(8) + found(24)) / 2, 1.08 * found(8)
+    assert (found(16) - low) / (line - low) == pytest.approx(moved, abs=0.03)
 
 
 def test_cost_curve_is_linear_between_and_beyond_sizes() -> None:
