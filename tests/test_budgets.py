@@ -30,7 +30,7 @@ LINES = {
     "sglang_c2t/guides": 80,
     "sglang_c2t/kernels": 2660,
     "sglang_c2t/offline": 3432,
-    "sglang_c2t/plan": 2800,
+    "sglang_c2t/plan": 2815,
     "sglang_c2t/policies": 1060,
     "sglang_c2t/srt": 2240,
     "sglang_c2t/srt/cpu": 640,
