@@ -535,9 +535,8 @@ def conditions(settings: Settings) -> str:
     together = "side by side" if settings.side_by_side else "one after the other"
     return (
         f"{packages}; {len(settings.prompts)} prompts, greedy, at most "
-        f"{settings.max_new_tokens // 4} to {settings.max_new_tokens} new tokens; tokens/s at full "
-        f"load, prefill included; servers {together}; "
-        f"repeats: {settings.repeats}."
+        f"{-(-settings.max_new_tokens // 4)} to {settings.max_new_tokens} new tokens; tokens/s at "
+        f"full load, prefill included; servers {together}; repeats: {settings.repeats}."
     )
 
 

@@ -210,14 +210,16 @@ class Curve:
         """Return the ``values`` of all sizes without what is noise by James and Stein's estimator:
         else sizes that were lucky a few times would be chosen.
         """
-        found, noise = values.copy(), median(self._noise.values()) if self._noise else 0.0
-        for i in range(1, len(values) - 1) if noise else ():
+        if not self._noise:
+            return values
+        found, noise = values.copy(), median(self._noise.values())
+        for i in range(1, len(values) - 1):
             left, size, right = self._sizes[i - 1 : i + 2]
             share = (size - left) / (right - left)
             line = (1.0 - share) * values[i - 1] + share * values[i + 1]
-            variance = (noise * values[i]) ** 2 / max(len(self._samples.get(size, ())), 1)
+            least = SURE * (noise * values[i]) ** 2 / max(len(self._samples.get(size, ())), 1)
             away = values[i] - line
-            found[i] = line + away * max(1.0 - SURE * variance / max(away**2, 1e-30), 0.0)
+            found[i] = line if away**2 <= least else values[i] - least / away
         return found
 
     def _believed(self) -> list[tuple[float, list[float]]]:
@@ -243,9 +245,9 @@ class Curve:
         measured = list(self._samples.get(size, ()))
         if size in self._seeds and len(measured) < SEED:
             measured = [min([self._seeds[size], *measured])] * SEED
-        if size in self._samples and len(measured) > SEED:
-            middle = [quantile(measured, share) for share in (LOW, 0.5, 1.0 - LOW)]
-            self._noise[size] = (middle[2] - middle[0]) / QUARTILES / max(middle[1], SHORTEST)
+        if len(measured) > SEED:
+            low, middle, high = (quantile(measured, share) for share in (LOW, 0.5, 1.0 - LOW))
+            self._noise[size] = (high - low) / QUARTILES / max(middle, SHORTEST)
         self._alone[size] = quantile(measured, self._share), measured
         self._values = None
         self._drawn.clear()

@@ -249,9 +249,9 @@ class Planner:
 
     def _explored(self, choice: _Choice, view: BatchView) -> StepPlan | None:
         """Return an exploration step, or the first draft-free one of a burst to measure them."""
-        _, _, plans, plan, rivals = choice
-        best = best_of([plan, *(rival.plan for rival in rivals if rival.rate > rival.planned_rate)])
-        if look := self._explore.row_count(self.cost.verify, plans, best):
+        faster = [rival.plan for rival in choice.rivals if rival.rate > rival.planned_rate]
+        best = best_of([choice.plan, *faster])
+        if look := self._explore.row_count(self.cost.verify, choice.plans, best):
             rows, other = look
             most = view.batch_size * self.full_rows(other.layers)
             return self._step(StepKind.EXPLORE, other._replace(rows=min(rows, most)), choice)
@@ -259,7 +259,7 @@ class Planner:
             made = self._step(StepKind.UNIFORM, self._draft_free(view), choice)
             self._verdicts.keep(view, made, taken=1, steps=self._burst)
             return made
-        deeper = self._explore.layers(plans.best_of_each_depth(), plan, best)
+        deeper = self._explore.layers(choice.plans.best_of_each_depth(), choice.plan, best)
         return self._step(StepKind.EXPLORE, deeper, choice) if deeper else None
 
     def _hold_uniform(self, choice: _Choice, view: BatchView) -> bool:
