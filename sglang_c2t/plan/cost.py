@@ -142,12 +142,12 @@ class Curve:
         at = self._measured_at.get(size_bucket(size), -STALE - 1)
         return self._steps - at <= min(max(at, STALE), STALE_AT_LAST)
 
-    def measured_near(self, size: int) -> bool:
-        """Whether this size was measured, or one from two thirds to three halves of it; see
-        :meth:`measured`.
+    def measured_near(self, size: int, times: int = 1) -> bool:
+        """Whether there are so many measurements of this size and of those from two thirds to three
+        halves of it; see :meth:`measured`.
         """
-        near = (known for known in self._sizes if 2 * size <= 3 * known <= 4.5 * size)
-        return self.measured(size) or any(map(self.measured, near))
+        near = {size_bucket(size)}.union(n for n in self._sizes if 2 * size <= 3 * n <= 4.5 * size)
+        return sum(len(self._samples[n]) for n in near if self.measured(n)) >= times
 
     def sure(self, size: int) -> bool:
         """Whether serving measured this size at least :data:`SEED` times."""
@@ -450,8 +450,10 @@ class StepCost:
         return np.array([[max(d - 1, 0) * layer + rest] for d in depths]) + verify
 
     def uniform_measured(self, batch: int) -> bool:
-        """Whether uniform steps of B requests were measured and the measurement has not expired."""
-        return self.curves["uniform_rest"].measured(batch)
+        """Whether enough uniform steps of about B requests were measured, and have not expired. One
+        slow step would hide for long that uniform steps do less.
+        """
+        return self.curves["uniform_rest"].measured_near(batch, SEED)
 
     def state(self) -> dict[str, Any]:
         """Return the curves' points at the current slowdown, for JSON."""

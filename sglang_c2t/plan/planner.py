@@ -12,7 +12,7 @@ from __future__ import annotations
 import bisect
 import copy
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -255,28 +255,21 @@ class Planner:
             rows, other = look
             most = view.batch_size * self.full_rows(other.layers)
             return self._step(StepKind.EXPLORE, other._replace(rows=min(rows, most)), choice)
-        if view.allows_draft_free and self._tries_draft_free(view, best):
-            made = self._step(StepKind.UNIFORM, self._draft_free(view), choice)
-            self._verdicts.keep(view, made, taken=1, steps=self._burst)
+        if tried := next(self._tries(choice, view, best), None):
+            made = self._step(StepKind.UNIFORM, tried[0], choice)
+            self._verdicts.keep(view, made, taken=1, steps=tried[1])
             return made
         deeper = self._explore.layers(choice.plans.best_of_each_depth(), choice.plan, best)
         return self._step(StepKind.EXPLORE, deeper, choice) if deeper else None
 
     def _hold_uniform(self, choice: _Choice, view: BatchView) -> bool:
-        """Make the next steps uniform if that has the higher rate, or a few to measure their cost.
-        Returns whether the decision is unchanged.
+        """Make the next steps uniform if that has the higher rate; returns whether the decision is
+        unchanged.
         """
-        if choice.uniform is not None:
-            made = self._step(StepKind.UNIFORM, choice.uniform.plan, choice)
-            return self._verdicts.keep(view, made, taken=0)
-        drafted = [rival for rival in choice.rivals if rival.plan.layers]
-        if not drafted or self.cost.uniform_measured(view.batch_size):
+        if choice.uniform is None:
             return not self._verdicts.drop_uniform(view.batch_size)
-        rate = drafted[0].planned_rate
-        if self._explore.uniform(drafted[0].plan, view.batch_size, rate, TRIAL):
-            made = self._step(StepKind.UNIFORM, drafted[0].plan, choice)
-            self._verdicts.keep(view, made, taken=0, steps=TRIAL)
-        return True
+        made = self._step(StepKind.UNIFORM, choice.uniform.plan, choice)
+        return self._verdicts.keep(view, made, taken=0)
 
     def _step(self, kind: StepKind, plan: Plan, choice: _Choice) -> StepPlan:
         """Return a step with a ``plan``, of which it expects what was forecast."""
@@ -309,20 +302,26 @@ class Planner:
         return np.concatenate(found)
 
     def _uniform(self, survival: Array, view: BatchView) -> list[Plan]:
-        """Return the uniform plan with the highest rate for drafts of this ``survival``
-        [S, D, ...], and that of draft-free steps, as far as they may follow and are measured.
+        """Return the best uniform plan for drafts of this ``survival`` [S, D, ...], and that of
+        draft-free steps, as far as they may follow and are measured.
         """
+        found, batch = [], view.batch_size
+        if view.allows_uniform and self.cost.uniform_measured(batch):
+            found.append(self._best_uniform(survival, view))
+        if view.allows_draft_free and self.cost.draft_free_measured(batch):
+            found.append(self._draft_free(view))
+        return found
+
+    def _best_uniform(self, survival: Array, view: BatchView) -> Plan:
+        """Return the uniform plan with the highest rate."""
         batch, plans = view.batch_size, []
-        for layers in view.depths if view.allows_uniform else ():
+        for layers in view.depths:
             each = self.full_rows(layers)
             tokens = batch * (1.0 + _most_likely(survival[:, :layers], each - 1))
             forwarded = _forwarded(view, batch * each)
             took = self.cost.one(forwarded, batch, layers, context=view.context, uniform=True)
             plans.append(Plan(layers, batch * each, tokens, weighed(took, self.tpot_ms)))
-        found = [best_of(plans)] if plans else []
-        if view.allows_draft_free and self.cost.draft_free_measured(batch):
-            found.append(self._draft_free(view))
-        return found
+        return best_of(plans)
 
     def _draft_free(self, view: BatchView) -> Plan:
         """Return the plan of a draft-free step, with its mean cost over a burst."""
@@ -331,21 +330,33 @@ class Planner:
         took = self.cost.draft_free(forwarded, batch, context=view.context, extends=extends)
         return Plan(0, batch, float(batch), weighed(took, self.tpot_ms))
 
-    def _tries_draft_free(self, view: BatchView, best: Plan) -> bool:
-        """Whether to measure a burst of draft-free steps, because it was not measured for about as
-        many requests, and the target's forward alone would be faster than the ``best`` plan, or
-        might be, if its cost has expired or is known only from before serving.
+    def _tries(self, choice: _Choice, view: BatchView, best: Plan) -> Iterator[tuple[Plan, int]]:
+        """Yield uniform plans to try now, draft-free ones too, and for how many steps: those that
+        were not measured for about as many requests, and may replace the ``best`` plan.
         """
-        if self.cost.draft_free_measured(view.batch_size):
-            return False
-        free, rate = self._draft_free(view), best.rate
+        batch = view.batch_size
+        if self._all_layers:
+            return
+        if view.allows_draft_free and not self.cost.draft_free_measured(batch):
+            usual = self._usual_draft_free(view, best.rate)
+            if usual and self._explore.uniform(usual, batch, best.rate, self._burst):
+                yield self._draft_free(view), self._burst
+        if view.allows_uniform and not self.cost.uniform_measured(batch):
+            uniform = self._best_uniform(choice.survival, view)
+            if self._explore.uniform(uniform, batch, best.rate, TRIAL):
+                yield uniform, TRIAL
+
+    def _usual_draft_free(self, view: BatchView, rate: float) -> Plan | None:
+        """Return a draft-free plan, with the rest of a uniform step because its own is unknown;
+        ``None`` if the target's forward alone would be slower than ``rate``, and would be so even
+        if its cost, which has expired or is known only from before serving, were too high.
+        """
+        free = self._draft_free(view)
         distorted = bool(self.cost.verify.stale([_forwarded(view, free.rows)]))
         if free.rate <= rate * (1.0 - DISTORTED * distorted):
-            return False
-        # Nothing is known of its rest: assume that of a uniform step.
+            return None
         took = self.cost.one(_forwarded(view, free.rows), free.rows, 1, uniform=True)
-        usual = free._replace(milliseconds=weighed(took, self.tpot_ms))
-        return self._explore.uniform(usual, view.batch_size, rate, self._burst)
+        return free._replace(milliseconds=weighed(took, self.tpot_ms))
 
     @property
     def _burst(self) -> int:

@@ -187,6 +187,28 @@ def test_planner_makes_uniform_steps_where_scoring_costs_more_than_it_brings(
     assert np.mean(rates) >= 0.96, "one step of seventeen at least is planned, a quarter longer"
 
 
+class SlowFirstUniformStep(MadeUpServer):
+    """After it some requests end, and others begin."""
+
+    def times(self, plan: StepPlan) -> StepTimes:
+        times = super().times(plan)
+        if plan.kind is StepKind.UNIFORM and self.context == 100:
+            self.context = 200
+            times = times._replace(step_ms=times.step_ms + 15.0)
+        return times
+
+
+def test_planner_tries_uniform_steps_again_after_a_single_slow_one() -> None:
+    """Otherwise they seem to cost what planned ones do, for 400 steps."""
+    for seed in range(4):
+        rng = np.random.default_rng(seed)
+        server = SlowFirstUniformStep(
+            4, row_ms=0.2, layer_ms=1.0, gate_ms=5.0, context=100, rng=rng
+        )
+        plans, _ = server.serve(Planner(DEPTH, Survival(DEPTH)), 300)
+        assert np.mean([plan.kind is StepKind.UNIFORM for plan in plans[150:]]) > 0.6
+
+
 def test_planner_makes_planned_steps_where_scoring_costs_nothing() -> None:
     """Uniform ones are tried now and then, for half a percent of the time."""
     server = MadeUpServer(8, row_ms=3.0, gate_ms=0.0)

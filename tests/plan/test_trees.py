@@ -121,7 +121,7 @@ def test_tree_planner_uniform_plan_is_the_best_full_tree() -> None:
     server = MadeUpServer(4, row_ms=0.001)
     server.serve(planner, 100)
     survival = planner._expected(server.view())
-    (found,) = planner._uniform(survival, replace(server.view(), allows_uniform=True))
+    found = planner._best_uniform(survival, replace(server.view(), allows_uniform=True))
     assert found.rows == 4 * planner.full_rows(found.layers)
     for layers in range(1, DEPTH + 1):
         each = planner.full_rows(layers)
