@@ -332,8 +332,9 @@ class StepCost:
     Uniform steps, in which no gate scores a draft, have separate curves for layers and rest.
     Draft-free steps have one for their rest, and one for a draft extend of up to D + 1 of them.
 
-    ``request`` is what one more request adds to a forward of as many rows. It is measured before
-    serving. Without it, rows measured in a few requests would seem cheap to a large batch.
+    ``request`` is what one more request adds to a forward of as many rows, without its context. It
+    is measured before serving. Without it, rows measured in a few requests would seem cheap to a
+    large batch.
 
     ``verify``, ``request`` and ``context`` hold costs without the current :class:`SlowdownFactor`,
     which multiplies them.
@@ -343,7 +344,8 @@ class StepCost:
         self.slowdown = SlowdownFactor()
         self.context = Context()
         self.request = 0.0
-        self._dummies: dict[int, dict[int, float]] = {}  # least ms of a forward, by rows and B
+        # Least ms of a forward of dummy requests, by rows, then by B and tokens of context.
+        self._dummies: dict[int, dict[tuple[int, int], float]] = {}
         self.curves = {
             "verify": Curve(),
             "layer": Curve(),
@@ -371,7 +373,7 @@ class StepCost:
         """
         per_layer = {batch: times.draft_ms / (layers - 1)} if layers > 1 else {}
         if dummy:
-            self._seed(times, batch)
+            self._seed(times, batch, context)
             self.layer.seed(per_layer)
             return
         for curve in self.curves.values():
@@ -474,18 +476,24 @@ class StepCost:
         points = _points("context", state.get("context", {}))
         self.context.seed(max((ms / tokens for tokens, ms in points.items()), default=0.0))
 
-    def _seed(self, times: StepTimes, batch: int) -> None:
-        """Learn from a forward of ``batch`` dummy requests. Two forwards of as many rows in fewer
-        and in more requests tell what a request adds.
+    def _seed(self, times: StepTimes, batch: int, context: int) -> None:
+        """Learn from a forward of ``batch`` dummy requests. Of forwards of as many rows, one over
+        more ``context`` tells what a token costs, and one of more requests what a request adds.
         """
-        mine = self._dummies.setdefault(times.rows, {})
-        mine[batch] = min(times.verify_ms, mine.get(batch, times.verify_ms))
-        if len(mine) > 1:
-            few, many = min(mine), max(mine)
-            self.request = max((mine[many] - mine[few]) / (many - few), 0.0)
+        mine, sizes = self._dummies.setdefault(times.rows, {}), (batch, context)
+        mine[sizes] = min(times.verify_ms, mine.get(sizes, times.verify_ms))
+        (few, tokens), (many, most) = min(mine), max(mine)
+        short = min(tokens for requests, tokens in mine if requests == many)
+        if short < most:
+            longer = mine[many, most] - mine[many, short]
+            self.context.seed(max(longer / (most - short), 0.0))
+        each = self.context(1)
+        if few < many:
+            more = mine[many, most] - mine[few, tokens] - each * (most - tokens)
+            self.request = max(more / (many - few), 0.0)
         alone = {
-            rows: min(max(ms - self.request * b, LEAST * ms) for b, ms in found.items())
-            for rows, found in self._dummies.items()
+            rows: min(max(ms - self.request * b - each * c, LEAST * ms) for (b, c), ms in of.items())
+            for rows, of in self._dummies.items()
         }
         self.verify.seed(alone, anew=True)
 

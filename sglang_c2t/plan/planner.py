@@ -12,7 +12,7 @@ from __future__ import annotations
 import bisect
 import copy
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ import numpy as np
 
 from sglang_c2t.plan.acceptance import Acceptance, Estimator
 from sglang_c2t.plan.cost import StepCost
-from sglang_c2t.plan.explore import COLD_START_BUDGET, DISTORTED, Exploration
+from sglang_c2t.plan.explore import COLD_START_BUDGET, DISTORTED, NEARLY, Exploration
 from sglang_c2t.plan.gains import Gains, gained
 from sglang_c2t.plan.plan import (
     TIE,
@@ -255,7 +255,7 @@ class Planner:
             rows, other = look
             most = view.batch_size * self.full_rows(other.layers)
             return self._step(StepKind.EXPLORE, other._replace(rows=min(rows, most)), choice)
-        if tried := next(self._tries(choice, view, best), None):
+        if not self._all_layers and (tried := self._tried(choice, view, best)):
             made = self._step(StepKind.UNIFORM, tried[0], choice)
             self._verdicts.keep(view, made, taken=1, steps=tried[1])
             return made
@@ -330,32 +330,41 @@ class Planner:
         took = self.cost.draft_free(forwarded, batch, context=view.context, extends=extends)
         return Plan(0, batch, float(batch), weighed(took, self.tpot_ms))
 
-    def _tries(self, choice: _Choice, view: BatchView, best: Plan) -> Iterator[tuple[Plan, int]]:
-        """Yield uniform plans to try now, draft-free ones too, and for how many steps: those that
-        were not measured for about as many requests, and may replace the ``best`` plan.
+    def _tried(self, choice: _Choice, view: BatchView, best: Plan) -> tuple[Plan, int] | None:
+        """Return a uniform plan to try now, which may be draft-free, and for how many steps: one
+        that was seldom measured for about as many requests, and may replace the ``best`` plan.
         """
-        batch = view.batch_size
-        if self._all_layers:
-            return
-        if view.allows_draft_free and not self.cost.draft_free_measured(batch):
-            usual = self._usual_draft_free(view, best.rate)
-            if usual and self._explore.uniform(usual, batch, best.rate, self._burst):
-                yield self._draft_free(view), self._burst
-        if view.allows_uniform and not self.cost.uniform_measured(batch):
+        batch, rate = view.batch_size, best.rate
+        layers = choice.uniform.plan.layers if choice.uniform else -1  # these steps need no try
+        if view.allows_draft_free and layers != 0 and (free := self._hoped_draft_free(view, rate)):
+            if self._explore.uniform(free, batch, rate, self._burst):
+                return self._draft_free(view), self._burst
+        if view.allows_uniform and layers < 1:
             uniform = self._best_uniform(choice.survival, view)
-            if self._explore.uniform(uniform, batch, best.rate, TRIAL):
-                yield uniform, TRIAL
+            hoped = not self.cost.uniform_measured(batch) or self._promises(uniform, batch, rate)
+            if hoped and self._explore.uniform(uniform, batch, rate, TRIAL):
+                return uniform, TRIAL
+        return None
 
-    def _usual_draft_free(self, view: BatchView, rate: float) -> Plan | None:
-        """Return a draft-free plan, with the rest of a uniform step because its own is unknown;
-        ``None`` if the target's forward alone would be slower than ``rate``, and would be so even
-        if its cost, which has expired or is known only from before serving, were too high.
+    def _promises(self, plan: Plan, batch: int, rate: float) -> bool:
+        """Whether a uniform ``plan`` was seldom measured, and has nearly the ``rate``."""
+        few = self._comparison.few(batch, draft_free=plan.layers == 0)
+        return few and plan.rate > rate * (1.0 - NEARLY)
+
+    def _hoped_draft_free(self, view: BatchView, rate: float) -> Plan | None:
+        """Return a draft-free plan if it may exceed the ``rate``.
+
+        Before it is measured, it has the rest of a uniform step. ``None`` if the target's forward
+        alone would be slower than ``rate``, even if its cost were too high because it has expired
+        or is known only from before serving.
         """
-        free = self._draft_free(view)
-        distorted = bool(self.cost.verify.stale([_forwarded(view, free.rows)]))
+        free, rows = self._draft_free(view), _forwarded(view, view.batch_size)
+        if self.cost.draft_free_measured(view.batch_size):
+            return free if self._promises(free, view.batch_size, rate) else None
+        distorted = bool(self.cost.verify.stale([rows]))
         if free.rate <= rate * (1.0 - DISTORTED * distorted):
             return None
-        took = self.cost.one(_forwarded(view, free.rows), free.rows, 1, uniform=True)
+        took = self.cost.one(rows, view.batch_size, 1, uniform=True)
         return free._replace(milliseconds=weighed(took, self.tpot_ms))
 
     @property

@@ -33,7 +33,8 @@ ENOUGH_DRAFT_FREE = 2
 #: Steps of a kind whose times correct the next estimates.
 RATIOS = 65
 
-#: With fewer uniform steps, the missing ones count as having the usual ratio of planned steps.
+#: With fewer uniform steps, the missing ones count as having the usual ratio of planned steps, which
+#: is too high: as the best of many plans they are less often as fast as predicted.
 FEW = 9
 
 #: Comparisons, and steps, after which an earlier comparison has a third of its weight.
@@ -199,9 +200,14 @@ class Comparison:
         usual = median(bucket.planned) if bucket.planned else 1.0
         missing = [usual] * (FEW - len(bucket.uniform))
         new[:, 1] *= usual, median([*bucket.uniform, *missing])
-        kept = kept_share(step - bucket.step, REMEMBERED, REMEMBERED_STEPS)
+        remembered = ENOUGH if missing else REMEMBERED
+        kept = kept_share(step - bucket.step, remembered, REMEMBERED_STEPS)
         bucket.sums, bucket.step = kept * bucket.sums + new, step
         bucket.compared += 1
+
+    def few(self, batch: int, *, draft_free: bool) -> bool:
+        """Whether few uniform steps of about B requests were taken."""
+        return len(self._buckets[batch_bucket(batch), draft_free].uniform) < FEW
 
     def rates(self, batch: int, *, draft_free: bool = False) -> Rates | None:
         """Return the rates of planned and of uniform steps; ``None`` if too few were compared."""

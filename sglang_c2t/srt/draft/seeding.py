@@ -36,11 +36,11 @@ DEAREST = SECONDS / 10
 #: Seconds after which a size needs no third measurement: pauses matter little in long steps.
 ENOUGH_SECONDS = 0.5
 
-#: Most rows of the steps that measure what a request adds.
+#: Most rows of the steps that measure what a request adds, and a token of context.
 COMPARED_ROWS = 16
 
-#: Tokens of context of a dummy step.
-CONTEXT = 256
+#: Tokens of context of a dummy request, and fewer to compare with.
+CONTEXT, SHORT = 256, 16
 
 
 @torch.no_grad()
@@ -62,8 +62,8 @@ def seed_costs(planning: Planning, worker: Any) -> None:
     most = worker.target_worker.model_runner.max_running_requests
     span, between = spread(planning.row_counts(most))
 
-    def step(rows: int, requests: int, *, learn: bool) -> None:
-        batch = _dummy_batch(worker, requests)
+    def step(rows: int, requests: int, length: int, *, learn: bool) -> None:
+        batch = _dummy_batch(worker, requests, length)
         layers = planning.planner.max_depth
         made = planning.warm_up_step(
             requests, layers=layers, rows=rows, context=int(batch.seq_lens_sum)
@@ -73,40 +73,43 @@ def seed_costs(planning: Planning, worker: Any) -> None:
         if learn:
             planning.learn_warm_up(made)
 
-    fewest = lambda rows: (rows, -(-rows // width))  # noqa: E731
+    fewest = lambda rows: (rows, -(-rows // width), CONTEXT)  # noqa: E731
     compared = max(rows for rows in (*span, *between) if rows <= min(COMPARED_ROWS, most))
     step(*fewest(compared), learn=False)  # compiles once per server
     began = time.perf_counter()
-    took: dict[tuple[int, int], list[float]] = {}  # seconds of steps, by rows and requests
+    # Seconds of steps, by rows, requests and the length of their contexts.
+    took: dict[tuple[int, int, int], list[float]] = {}
     seconds, size = 0.0, span[0]  # of the last step
     # In rounds, because memory that grows with a size makes later small steps faster, and because
     # a slow moment of the machine must not meet all measurements of a size.
-    rounds = [*map(fewest, span), fewest(compared), (compared, compared)] * MEASURED
+    alone = [(compared, compared, length) for length in (CONTEXT, SHORT)]
+    rounds = [*map(fewest, span), fewest(compared), *alone] * MEASURED
     further = [fewest(rows) for rows in between if rows != compared]
-    for rows, requests in [*rounds, *further * MEASURED]:
-        mine, now = took.setdefault((rows, requests), []), time.perf_counter()
+    for sizes in [*rounds, *further * MEASURED]:
+        (rows, *_), mine, now = sizes, took.setdefault(sizes, []), time.perf_counter()
         # A further row rarely costs more than the rows before it did.
         expected = min(mine) if mine else seconds * rows / size
         late = expected > min(began + SECONDS - now, DEAREST)
         (enough,) = agree([late or (len(mine) > 1 and sum(mine) > ENOUGH_SECONDS)])
         if not enough:
             # The time may end after one round, and the first step of a size is slow.
-            step(rows, requests, learn=bool(mine) or (rows, requests) not in further)
+            step(*sizes, learn=bool(mine) or sizes not in further)
             seconds, size = time.perf_counter() - now, rows
             mine.append(seconds)
     curves = planning.planner.cost.state()
     told = {name: {n: round(ms, 2) for n, ms in curve.items()} for name, curve in curves.items()}
     logger.info(
-        "C2T: measured for %.1f s what a step takes, in ms: verification, by rows: %s, and for "
-        "each request %.2f; a draft layer, by requests: %s",
+        "C2T: measured for %.1f s what a step takes, in ms: verification, by rows: %s, for each "
+        "request %.2f and 1000 tokens of context %.2f; a draft layer, by requests: %s",
         time.perf_counter() - began,
         told["verify"],
         planning.planner.cost.request,
+        planning.planner.cost.context(1000),
         told["layer"],
     )
 
 
-def _dummy_batch(worker: Any, requests: int) -> Any:
-    """Return a batch of B ``requests``, all in the padding row."""
-    length = min(CONTEXT, worker.target_worker.model_runner.model_config.context_len // 2)
+def _dummy_batch(worker: Any, requests: int, length: int) -> Any:
+    """Return a batch of B ``requests``, all in the padding row, with so many tokens of context."""
+    length = min(length, worker.target_worker.model_runner.model_config.context_len // 2)
     return dummy_batch(worker, [0] * requests, [length] * requests)

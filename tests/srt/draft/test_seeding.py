@@ -24,8 +24,11 @@ LAYERS, REQUESTS = 4, 16
 class Worker:
     """Drafts and verifies as asked; a row takes ``row_ms``, the first step a second."""
 
-    def __init__(self, planning: Planning, row_ms: float, request_ms: float = 0.0) -> None:
+    def __init__(
+        self, planning: Planning, row_ms: float, request_ms: float = 0.0, token_ms: float = 0.0
+    ) -> None:
         self.planning, self.row_ms, self.request_ms = planning, row_ms, request_ms
+        self.token_ms = token_ms
         self.target_worker = SimpleNamespace(
             model_runner=SimpleNamespace(max_running_requests=REQUESTS)
         )
@@ -40,7 +43,8 @@ class Worker:
         *_, rows = self.planning.selector.select(step)
         time.sleep(0.0 if self.steps else 1.0)
         self.steps.append((step.batch, rows))
-        verify(step, rows, rows * self.row_ms + step.batch * self.request_ms)
+        longer = step.batch * self.request_ms + step.context * self.token_ms
+        verify(step, rows, rows * self.row_ms + longer)
 
 
 @pytest.fixture(autouse=True)
@@ -51,8 +55,8 @@ def _clock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
 
 
-def dummy(_worker: Any, requests: int) -> Any:
-    return SimpleNamespace(spec_info=SimpleNamespace(), seq_lens_sum=requests)
+def dummy(_worker: Any, requests: int, length: int) -> Any:
+    return SimpleNamespace(spec_info=SimpleNamespace(), seq_lens_sum=requests * length)
 
 
 @pytest.fixture(autouse=True)
@@ -65,24 +69,25 @@ def planning_of(planner: Planner, tiers: Tiers | None) -> Planning:
     return Planning(planner, selector, tiers=lambda: tiers, width=LAYERS + 1, device="cpu")
 
 
-def seeded(row_ms: float, tiers: Tiers | None = None, request_ms: float = 0.0) -> Worker:
+def seeded(row_ms: float, tiers: Tiers | None = None, **each: float) -> Worker:
     planner = Planner(LAYERS, Survival(LAYERS))
     planning = planning_of(planner, tiers)
-    worker = Worker(planning, row_ms, request_ms)
+    worker = Worker(planning, row_ms, **each)
     seeding.seed_costs(worker.planning, worker)
     return worker
 
 
 def test_seeding_measures_each_size_three_times() -> None:
     """First few that span all, then those between, some of which are as good as measured. Never
-    the same twice in a row, because one slow moment would meet both.
+    the same twice in a row, because one slow moment would meet both. 16 requests are measured with
+    long and with short contexts.
     """
     worker = seeded(0.01)
     span = [1, 2, 3, 8, 12, 24, 48, 80]
     between = [4, 5, 6, 7, 9, 10, 11, 13, 14, 15, 16, 18, 20, 22, 26, 28]
     between += [30, 32, 36, 40, 44, 52, 56, 60, 64, 72]
     fewest = lambda sizes: [(-(-rows // 5), rows) for rows in sizes]  # noqa: E731
-    rounds = [*fewest(span), (4, 16), (16, 16)] * 3
+    rounds = [*fewest(span), (4, 16), (16, 16), (16, 16)] * 3
     last = fewest(rows for rows in between if rows != 16) * 3
     assert worker.steps == [(4, 16), *rounds, *last]
     cost = worker.planning.planner.cost
@@ -90,12 +95,14 @@ def test_seeding_measures_each_size_three_times() -> None:
     assert set(cost.layer.points) == {*range(1, 17)} - {14}
 
 
-def test_seeding_tells_what_a_request_adds_from_what_a_row_adds() -> None:
-    cost = seeded(2.0, request_ms=5.0).planning.planner.cost
+@pytest.mark.parametrize("token_ms", [0.0, 0.01])
+def test_seeding_tells_rows_requests_and_their_contexts_apart(token_ms: float) -> None:
+    """Dummy requests with long contexts did not show what requests with short ones cost."""
+    cost = seeded(2.0, request_ms=5.0, token_ms=token_ms).planning.planner.cost
     assert cost.request == pytest.approx(5.0)
-    for rows, requests in ((16, 4), (16, 16), (64, 13), (64, 64), (30, 30)):
-        wanted = rows * 2.0 + requests * 5.0
-        assert cost.target(rows, requests, 0) == pytest.approx(wanted, rel=0.01)
+    for rows, requests, context in ((16, 4, 0), (16, 16, 900), (64, 13, 4000), (64, 64, 0)):
+        wanted = rows * 2.0 + requests * 5.0 + context * token_ms
+        assert cost.target(rows, requests, context) == pytest.approx(wanted, rel=0.01)
 
 
 def test_seeding_measures_cuda_graphs_at_their_tiers() -> None:

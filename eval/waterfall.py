@@ -1,0 +1,201 @@
+"""Where a decode step's time goes: SGLang's own speculation beside ``--c2t``, by py-spy.
+
+    python -m eval.waterfall --at-once 1 8 32 -- LAUNCH FLAGS
+
+One server after the other gets one load after the other, while py-spy samples the scheduler's
+stacks. The table gives each part's time per 100 of the target's forward, so that arms which verify
+as many rows can be compared although a machine's speed changes. For equal rows limit both to one
+draft: ``--speculative-num-steps 1``.
+
+py-spy stops the process for each sample: a step takes up to a third longer, evenly.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+from rich.table import Table
+
+from eval import terminal
+from sglang_c2t.checks import ConfigError
+from sglang_c2t.offline.client import stream_all
+from sglang_c2t.offline.compare import (
+    AS_IS,
+    C2T,
+    MIXED,
+    Arm,
+    Bodies,
+    Settings,
+    arms,
+    requests,
+    running,
+)
+from sglang_c2t.offline.prompts import read_prompts
+from sglang_c2t.offline.servers import interrupted_by_sigterm
+
+#: The part of all stacks that no other part matches.
+SCHEDULER = "scheduler, rest"
+
+#: Parts of a step, by functions and files: a stack belongs to the first part all of whose patterns
+#: it matches.
+PARTS: dict[str, tuple[str, ...]] = {
+    "prefill": (r"_forward_prefill_batch|extend_prefill|_draft_extend_for_prefill",),
+    "target's forward": (r"\bverify ", r"ModelRunner\.forward "),
+    "draft layers": (r"\bdraft_forward ", r"ModelRunner\.forward "),
+    "draft extend": (r"_draft_extend_for_decode", r"ModelRunner\.forward "),
+    "target's forward without drafts": (r"_execute_decode",),
+    "prefill without drafts": (r"_execute_extend",),
+    "planning": (r"sglang_c2t/plan/|sglang_c2t/srt/draft/planning",),
+    "gate": (r"sglang_c2t/(kernels/gate|kernels/survival|draft/|draft_layer)",),
+    "before and after draft extend": (r"_draft_extend_for_decode",),
+    "before and after draft layers": (r"DraftWorker\.draft ",),
+    "packing, acceptance": (r"\bverify ",),
+    "idle": (r"\bon_idle ",),
+    SCHEDULER: (r"event_loop",),
+}
+
+#: Parts that are no time of a decode step, and those that are the same under another name.
+NOT_OF_A_STEP = {"prefill", "prefill without drafts", "idle"}
+TARGET = "target's forward"
+SAME = {"target's forward without drafts": TARGET, "prefill without drafts": "prefill"}
+
+#: Samples per second; more would slow the server further.
+RATE = 100
+
+
+def part_of(stack: str) -> str | None:
+    """Return the part that a ``stack`` belongs to, in py-spy's raw format: frames from the
+    outermost on, separated by ``;``. ``None``: it is not of the scheduler's loop.
+    """
+    for part, patterns in PARTS.items():
+        if all(re.search(pattern, stack) for pattern in patterns):
+            return SAME.get(part, part)
+    return None
+
+
+def parts(lines: Iterable[str]) -> Counter[str]:
+    """Return the samples of each part in py-spy's raw ``lines``: a stack and its count each."""
+    found: Counter[str] = Counter()
+    for line in lines:
+        stack, _, count = line.rpartition(" ")
+        if part := part_of(stack):
+            found[part] += int(count)
+    return found
+
+
+def table(columns: dict[str, Counter[str]]) -> Table:
+    """Return each part's time per 100 of the target's forward, a column for each server and load.
+    The sum leaves out :data:`NOT_OF_A_STEP`.
+    """
+    shown = terminal.table("Time of a decode step, per 100 of the target's forward", "part")
+    for name in columns:
+        shown.add_column(name, justify="right")
+    names = [name for name in PARTS if name not in NOT_OF_A_STEP | SAME.keys()]
+    for part in names:
+        shares = [100 * found[part] / max(found[TARGET], 1) for found in columns.values()]
+        shown.add_row(part, *(f"{share:.1f}" for share in shares))
+    totals = [sum(found[part] for part in names) for found in columns.values()]
+    both = list(zip(totals, columns.values(), strict=True))
+    shown.add_row("step", *(f"{100 * n / max(found[TARGET], 1):.1f}" for n, found in both))
+    # The deviation of a binomial share, as a percentage of the target's forward.
+    noise = [100 * ((n - found[TARGET]) ** 0.5) / max(found[TARGET], 1) for n, found in both]
+    shown.add_row("noise of the step, +-", *(f"{each:.1f}" for each in noise))
+    shown.add_row("samples", *map(str, totals))
+    return shown
+
+
+def sampled(pid: int, seconds: int) -> Counter[str]:
+    """Sample a process for so many ``seconds``. Raises :class:`ConfigError` if py-spy cannot."""
+    beside = Path(sys.executable).with_name("py-spy")
+    program = str(beside) if beside.exists() else shutil.which("py-spy")
+    if program is None:
+        raise ConfigError("py-spy is missing: pip install py-spy")
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder, "stacks")
+        argv = [program, "record", "--pid", str(pid), "--duration", str(seconds), "--rate",
+                str(RATE), "--format", "raw", "--output", str(out)]  # fmt: skip
+        ran = subprocess.run(argv, capture_output=True, text=True, timeout=seconds + 60)
+        if ran.returncode:
+            raise ConfigError(f"py-spy ended with {ran.returncode}: {ran.stderr[-300:]}")
+        return parts(out.read_text().splitlines())
+
+
+def scheduler(group: int) -> int:
+    """Return the scheduler of the server that has process ``group``; ConfigError if none runs."""
+    children = psutil.Process(group).children(recursive=True)
+    found = [one.pid for one in children if "scheduler" in " ".join(one.cmdline())]
+    if not found:
+        raise ConfigError(f"the server with process {group} has no scheduler process")
+    return found[0]
+
+
+def under_load(url: str, load: int, bodies: Bodies, measure: Callable[[], Counter[str]]):
+    """Return what is measured while ``load`` requests are always there."""
+    stopped = threading.Event()
+
+    def send() -> None:
+        while not stopped.is_set():
+            stream_all(url, [bodies[i % len(bodies)] for i in range(4 * load)], concurrency=load)
+
+    sender = threading.Thread(target=send, daemon=True)
+    stream_all(url, [bodies[i % len(bodies)] for i in range(8 * load)], concurrency=load)
+    sender.start()
+    try:
+        return measure()
+    finally:
+        stopped.set()
+        sender.join()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m eval.waterfall", description=__doc__)
+    parser.add_argument("--at-once", type=int, nargs="+", default=[1, 8, 32], metavar="N")
+    parser.add_argument("--seconds", type=int, default=40, help="of each load that are sampled")
+    parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--out", type=Path, default=Path("runs/waterfall"), help="for the logs")
+    parser.add_argument("flags", nargs="+", metavar="-- LAUNCH FLAGS")
+    args = parser.parse_args(argv)
+    settings = Settings(
+        read_prompts(MIXED), max_new_tokens=args.max_new_tokens, folder=args.out
+    )
+    args.out.mkdir(parents=True, exist_ok=True)
+    columns: dict[str, Counter[str]] = {}
+    try:
+        with interrupted_by_sigterm():
+            bodies = requests(settings, args.flags)
+            for arm in arms(args.flags, [AS_IS]):
+                columns |= _measured(arm, settings, bodies, args.at_once, args.seconds)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    terminal.console().print(table(columns))
+    return 0
+
+
+def _measured(
+    arm: Arm, settings: Settings, bodies: Bodies, loads: Sequence[int], seconds: int
+) -> dict[str, Counter[str]]:
+    """Return the samples of one server, by the heading of a column."""
+    arm.needed, found = True, {}
+    with running(arm, settings) as at:
+        pid = scheduler(at.group)
+        for load in loads:
+            print(f"{arm.name}, {load} at once", file=sys.stderr)
+            measure = lambda: sampled(pid, seconds)  # noqa: E731
+            found[f"{arm.name}, {load}"] = under_load(at.url, load, bodies, measure)
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())
