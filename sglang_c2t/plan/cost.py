@@ -492,7 +492,9 @@ class StepCost:
             more = mine[many, most] - mine[few, tokens] - each * (most - tokens)
             self.request = max(more / (many - few), 0.0)
         alone = {
-            rows: min(max(ms - self.request * b - each * c, LEAST * ms) for (b, c), ms in of.items())
+            rows: min(
+                max(ms - self.request * b - each * c, LEAST * ms) for (b, c), ms in of.items()
+            )
             for rows, of in self._dummies.items()
         }
         self.verify.seed(alone, anew=True)

@@ -24,7 +24,6 @@ from sglang_c2t.plan.cost import StepCost
 from sglang_c2t.plan.explore import COLD_START_BUDGET, DISTORTED, NEARLY, Exploration
 from sglang_c2t.plan.gains import Gains, gained
 from sglang_c2t.plan.plan import (
-    TIE,
     Plan,
     Plans,
     best_of,
@@ -63,6 +62,10 @@ PAUSES_IN_A_ROW = 3
 #: Share of the best rate that the current plan may lack before another replaces it.
 INERTIA = 0.02
 
+#: Share by which planned steps must seem faster than uniform ones: the best of many plans seems
+#: faster than it is, and what drafts gain by less is not worth their longer steps.
+LEAD = 0.02
+
 
 class _Rival(NamedTuple):
     """A uniform plan, and the rates of it and of planned steps."""
@@ -73,8 +76,8 @@ class _Rival(NamedTuple):
 
     @property
     def wins(self) -> bool:
-        """Whether it replaces planned steps: of equal steps the uniform one does less."""
-        return self.rate >= self.planned_rate * (1.0 - TIE)
+        """Whether it replaces planned steps."""
+        return self.rate >= self.planned_rate * (1.0 - LEAD)
 
 
 class _Choice(NamedTuple):
@@ -336,13 +339,13 @@ class Planner:
         """
         batch, rate = view.batch_size, best.rate
         layers = choice.uniform.plan.layers if choice.uniform else -1  # these steps need no try
-        if view.allows_draft_free and layers != 0 and (free := self._hoped_draft_free(view, rate)):
-            if self._explore.uniform(free, batch, rate, self._burst):
-                return self._draft_free(view), self._burst
+        hoped = self._hoped_draft_free(view, rate) if view.allows_draft_free and layers else None
+        if hoped and self._explore.uniform(hoped, batch, rate, self._burst):
+            return self._draft_free(view), self._burst
         if view.allows_uniform and layers < 1:
             uniform = self._best_uniform(choice.survival, view)
-            hoped = not self.cost.uniform_measured(batch) or self._promises(uniform, batch, rate)
-            if hoped and self._explore.uniform(uniform, batch, rate, TRIAL):
+            tries = not self.cost.uniform_measured(batch) or self._promises(uniform, batch, rate)
+            if tries and self._explore.uniform(uniform, batch, rate, TRIAL):
                 return uniform, TRIAL
         return None
 

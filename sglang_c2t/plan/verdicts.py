@@ -33,8 +33,8 @@ ENOUGH_DRAFT_FREE = 2
 #: Steps of a kind whose times correct the next estimates.
 RATIOS = 65
 
-#: With fewer uniform steps, the missing ones count as having the usual ratio of planned steps, which
-#: is too high: as the best of many plans they are less often as fast as predicted.
+#: With fewer uniform steps, the missing ones count as having the usual ratio of planned steps. That
+#: is too high: the best of many plans is seldom as fast as predicted.
 FEW = 9
 
 #: Comparisons, and steps, after which an earlier comparison has a third of its weight.

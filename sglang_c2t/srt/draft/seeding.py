@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from sglang_c2t.plan.cost import SEED
+from sglang_c2t.plan.cost import SEED, StepCost
 from sglang_c2t.plan.tiers import spread
 from sglang_c2t.srt.draft.planning import Planning
 from sglang_c2t.srt.dummy import dummy_batch
@@ -96,15 +96,20 @@ def seed_costs(planning: Planning, worker: Any) -> None:
             step(*sizes, learn=bool(mine) or sizes not in further)
             seconds, size = time.perf_counter() - now, rows
             mine.append(seconds)
-    curves = planning.planner.cost.state()
-    told = {name: {n: round(ms, 2) for n, ms in curve.items()} for name, curve in curves.items()}
+    _tell(planning.planner.cost, time.perf_counter() - began)
+
+
+def _tell(cost: StepCost, seconds: float) -> None:
+    """Log what was measured in so many ``seconds``."""
+    curves = cost.state().items()
+    told = {name: {n: round(ms, 2) for n, ms in curve.items()} for name, curve in curves}
     logger.info(
         "C2T: measured for %.1f s what a step takes, in ms: verification, by rows: %s, for each "
         "request %.2f and 1000 tokens of context %.2f; a draft layer, by requests: %s",
-        time.perf_counter() - began,
+        seconds,
         told["verify"],
-        planning.planner.cost.request,
-        planning.planner.cost.context(1000),
+        cost.request,
+        cost.context(1000),
         told["layer"],
     )
 
