@@ -21,7 +21,6 @@ import tempfile
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -32,7 +31,6 @@ from sglang_c2t.checks import ConfigError
 from sglang_c2t.offline.client import stream_all
 from sglang_c2t.offline.compare import (
     AS_IS,
-    C2T,
     MIXED,
     Arm,
     Bodies,
@@ -140,7 +138,9 @@ def scheduler(group: int) -> int:
     return found[0]
 
 
-def under_load(url: str, load: int, bodies: Bodies, measure: Callable[[], Counter[str]]):
+def under_load(
+    url: str, load: int, bodies: Bodies, measure: Callable[[], Counter[str]]
+) -> Counter[str]:
     """Return what is measured while ``load`` requests are always there."""
     stopped = threading.Event()
 
@@ -166,9 +166,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("runs/waterfall"), help="for the logs")
     parser.add_argument("flags", nargs="+", metavar="-- LAUNCH FLAGS")
     args = parser.parse_args(argv)
-    settings = Settings(
-        read_prompts(MIXED), max_new_tokens=args.max_new_tokens, folder=args.out
-    )
+    settings = Settings(read_prompts(MIXED), max_new_tokens=args.max_new_tokens, folder=args.out)
     args.out.mkdir(parents=True, exist_ok=True)
     columns: dict[str, Counter[str]] = {}
     try:
@@ -187,8 +185,9 @@ def _measured(
     arm: Arm, settings: Settings, bodies: Bodies, loads: Sequence[int], seconds: int
 ) -> dict[str, Counter[str]]:
     """Return the samples of one server, by the heading of a column."""
-    arm.needed, found = True, {}
+    arm.needed, found = True, {}  # `running` raises if it does not start
     with running(arm, settings) as at:
+        assert at is not None
         pid = scheduler(at.group)
         for load in loads:
             print(f"{arm.name}, {load} at once", file=sys.stderr)

@@ -13,6 +13,7 @@ from rich.console import Console
 from eval.waterfall import PARTS, SCHEDULER, TARGET, part_of, parts, table
 
 REPOSITORY = Path(__file__).parents[2]
+OURS = REPOSITORY / "sglang_c2t"
 
 LOOP = "<module> (<string>:1);Scheduler.event_loop_normal (scheduler.py:2048)"
 BATCH = f"{LOOP};EAGLEWorkerV2.forward_batch_generation (eagle_worker_v2.py:1480)"
@@ -45,17 +46,23 @@ def test_waterfall_assigns_each_stack_to_the_part_whose_code_runs(stack, part) -
 
 def test_waterfall_reads_functions_that_sglang_and_this_package_define() -> None:
     """A function that has another name in the next SGLang would leave its part empty."""
-    names = {name for patterns in PARTS.values() for p in patterns for name in re.findall(r"\w+", p)}
-    source = "".join(
-        path.read_text()
-        for folder in ("managers", "speculative", "model_executor")
-        for path in Path(find_spec("sglang").origin).parent.joinpath("srt", folder).rglob("*.py")
-    )
-    ours = {path.relative_to(REPOSITORY).with_suffix("").as_posix()
-            for path in REPOSITORY.joinpath("sglang_c2t").rglob("*.py")}  # fmt: skip
-    for name in names - {"b", "event_loop", "extend_prefill", "draft", "verify"}:
-        defined = re.search(rf"(def|class) \w*{name}\b", source)
-        assert defined or any(name in path for path in ours), name
+    functions = {
+        name
+        for patterns in PARTS.values()
+        for pattern in patterns
+        if "/" not in pattern
+        for name in re.findall(r"\w+", pattern.replace(r"\b", ""))
+    }
+    srt = Path(find_spec("sglang").origin).parent / "srt"
+    folders = *(srt / name for name in ("managers", "speculative", "model_executor")), OURS
+    source = "".join(path.read_text() for folder in folders for path in folder.rglob("*.py"))
+    for name in functions:
+        assert re.search(rf"(def|class) \w*{name}", source), name
+    for pattern in PARTS["planning"] + PARTS["gate"]:
+        head, _, several = pattern.removesuffix(")").partition("(")
+        for path in several.split("|") if several else pattern.split("|"):
+            at = REPOSITORY / (head + path if several else path)
+            assert at.is_dir() or list(at.parent.glob(f"{at.name}*.py")), path
 
 
 def test_waterfall_gives_each_part_per_100_of_the_targets_forward() -> None:
