@@ -13,7 +13,7 @@ REPOSITORY = Path(__file__).parent.parent
 
 #: Lines of Python by folder, folders below it that have a budget of their own not counted.
 LINES = {
-    "eval": 970,
+    "eval": 1165,
     "eval/baselines": 700,
     "eval/bench": 1920,
     "eval/demo_models": 1110,
@@ -30,11 +30,11 @@ LINES = {
     "sglang_c2t/guides": 80,
     "sglang_c2t/kernels": 2660,
     "sglang_c2t/offline": 3432,
-    "sglang_c2t/plan": 2815,
+    "sglang_c2t/plan": 2856,
     "sglang_c2t/policies": 1060,
     "sglang_c2t/srt": 2240,
     "sglang_c2t/srt/cpu": 640,
-    "sglang_c2t/srt/draft": 2025,
+    "sglang_c2t/srt/draft": 2032,
     "sglang_c2t/srt/hooks": 2080,
     "sglang_c2t/srt/verify": 2520,
     "patches": 120,
@@ -45,13 +45,13 @@ LINES = {
     "tests/draft": 1730,
     "tests/e2e": 5045,
     "tests/emulated": 5060,
-    "tests/eval": 5660,
+    "tests/eval": 5735,
     "tests/kernels": 2110,
     "tests/offline": 1875,
     "tests/patches": 510,
-    "tests/plan": 1570,
+    "tests/plan": 1615,
     "tests/policies": 690,
-    "tests/srt": 7865,
+    "tests/srt": 7870,
 }
 
 #: Words of Markdown by folder.
