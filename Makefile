@@ -59,7 +59,7 @@ demo: $(STAMP)  ## What speculation gains here: none, fixed lengths, --c2t, in m
 	  echo "The tiny pair takes its place. It says little about real models."; \
 	  target=$(TINY)/target draft=$(TINY)/eagle3; fi; \
 	$(ON_CPU) $(BIN)/python -m sglang_c2t compare --side-by-side --against 1 5 --at-once 1 4 32 --repeats 2 \
-	  --max-new-tokens 48 --out runs/demo $(ARGS) -- $(CHAINS) --max-total-tokens 16384
+	  --max-new-tokens 48 --out runs/demo $(ARGS) -- $(CHAINS) --max-total-tokens 10240
 
 # A command as users type it: real flags, nothing hidden in a script. The first line says where the target is.
 serve: $(STAMP)  ## The real pair behind --c2t on port 30000: make serve [PORT=n ARGS=...]

@@ -286,7 +286,8 @@ def _send_in_turns(servers: Sequence[tuple[Arm, Address]], load: int, bodies: Bo
 
     def send(server: Arm, at: Address) -> None:
         try:
-            _send(server, at.url, load, bodies, partial(turns.clock, server.name))
+            clock = partial(turns.clock, server.name)
+            _send(server, at.url, load, bodies, clock, counts=lambda: not turns.over)
         finally:
             turns.done(server.name)
 
@@ -424,11 +425,13 @@ def _send(
     load: int,
     bodies: Bodies,
     clock: Callable[[], float] = time.perf_counter,
+    counts: Callable[[], bool] = lambda: True,
 ) -> None:
-    """Send a load once, prefill included."""
+    """Send a load once, prefill included; the run is kept if it still ``counts`` at its end."""
     with _failures_of(server, load):
         answers = stream_all(url, _wanted(load, bodies), concurrency=load, clock=clock)
-        server.runs.setdefault(load, []).append(Run(load, answers))
+        if counts():
+            server.runs.setdefault(load, []).append(Run(load, answers))
 
 
 @contextmanager

@@ -31,6 +31,8 @@ class Turns:
         # Seconds that each has run, and since when it runs now.
         self._clocks: dict[str, tuple[float, float | None]] = dict.fromkeys(groups, (0.0, None))
         self._done = {name: threading.Event() for name in groups}
+        self.over = False
+        """Whether all servers run again, so that clocks stand still."""
 
     def clock(self, name: str) -> float:
         """Return the seconds that a server has run."""
@@ -53,6 +55,7 @@ class Turns:
             for done in self._done.values():
                 done.set()
             thread.join()
+            self.over = True
             self._signal(signal.SIGCONT, *self._groups)
 
     def _rotate(self) -> None:

@@ -251,7 +251,7 @@ class Planner:
         return _Choice(forecast, survival, plans, plan, rivals)
 
     def _explored(self, choice: _Choice, view: BatchView) -> StepPlan | None:
-        """Return an exploration step, or the first draft-free one of a burst to measure them."""
+        """Return an exploration step, or the first of several uniform ones that are tried."""
         faster = [rival.plan for rival in choice.rivals if rival.rate > rival.planned_rate]
         best = best_of([choice.plan, *faster])
         if look := self._explore.row_count(self.cost.verify, choice.plans, best):

@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_c2t.checks import ConfigError
+from sglang_c2t.offline import compare as compare_module
 from sglang_c2t.offline.client import Streamed
 from sglang_c2t.offline.compare import MIXED, Arm, Run, answer_lengths, arms, ratio, verdict
 from sglang_c2t.offline.prompts import read_prompts
@@ -134,6 +135,17 @@ def test_compare_interrupt_stops_its_servers(
     os.kill(process.pid, end)
     assert process.wait(60) == 130
     assert not any(child.is_running() for child in children)
+
+
+@pytest.mark.parametrize("counts", [True, False])
+def test_compare_drops_what_ends_after_an_interrupt(
+    monkeypatch: pytest.MonkeyPatch, counts: bool
+) -> None:
+    """All servers run at once then, and their clocks stand still: it had 120 tokens/s, not 50."""
+    monkeypatch.setattr(compare_module, "stream_all", lambda *_args, **_more: [])
+    server = Arm("one", [])
+    compare_module._send(server, "", 1, [{}], counts=lambda: counts)
+    assert bool(server.runs) == counts
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,9 @@ def test_servers_take_turns_and_their_clocks_stand_while_they_do(tmp_path: Path)
             assert turns.clock("a") == last
             assert not ticks(logs["a"], rest, time.monotonic())
             assert len(ticks(logs["b"], rest, time.monotonic())) > 20
+            assert not turns.over
         ended = time.monotonic()
+        assert turns.over, "what ends now has no time"
         names = [name for _, name in sorted((at, n) for n in both for at in both[n])]
         assert set(names) == {"a", "b"}
         assert sum(one != other for one, other in pairwise(names)) <= 10

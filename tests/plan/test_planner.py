@@ -277,7 +277,7 @@ def test_planner_finds_out_by_few_noisy_measurements_that_no_draft_pays() -> Non
         server.serve(planner, 300)
         plans, _ = server.serve(planner, 300)
         shares.append(np.mean([plan.num_layers == 0 for plan in plans]))
-    assert np.mean(shares) > 0.6
+    assert np.mean(shares) > 0.5
 
 
 @pytest.mark.parametrize(("slow_steps", "teach"), [(2, 0), (3, 1)])
