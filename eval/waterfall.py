@@ -146,10 +146,10 @@ def under_load(
 
     def send() -> None:
         while not stopped.is_set():
-            stream_all(url, [bodies[i % len(bodies)] for i in range(4 * load)], concurrency=load)
+            stream_all(url, [bodies[i % len(bodies)] for i in range(2 * load)], concurrency=load)
 
     sender = threading.Thread(target=send, daemon=True)
-    stream_all(url, [bodies[i % len(bodies)] for i in range(8 * load)], concurrency=load)
+    stream_all(url, [bodies[i % len(bodies)] for i in range(4 * load)], concurrency=load)
     sender.start()
     try:
         return measure()
@@ -161,8 +161,8 @@ def under_load(
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m eval.waterfall", description=__doc__)
     parser.add_argument("--at-once", type=int, nargs="+", default=[1, 8, 32], metavar="N")
-    parser.add_argument("--seconds", type=int, default=40, help="of each load that are sampled")
-    parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--seconds", type=int, default=30, help="of each load that are sampled")
+    parser.add_argument("--max-new-tokens", type=int, default=48)
     parser.add_argument("--out", type=Path, default=Path("runs/waterfall"), help="for the logs")
     parser.add_argument("flags", nargs="+", metavar="-- LAUNCH FLAGS")
     args = parser.parse_args(argv)
@@ -177,6 +177,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return 130
     terminal.console().print(table(columns))
     return 0
 
