@@ -13,7 +13,7 @@ REPOSITORY = Path(__file__).parent.parent
 
 #: Lines of Python by folder, folders below it that have a budget of their own not counted.
 LINES = {
-    "eval": 1165,
+    "eval": 1166,
     "eval/baselines": 700,
     "eval/bench": 1920,
     "eval/demo_models": 1110,
@@ -29,7 +29,7 @@ LINES = {
     "sglang_c2t/draft": 1200,
     "sglang_c2t/guides": 80,
     "sglang_c2t/kernels": 2660,
-    "sglang_c2t/offline": 3432,
+    "sglang_c2t/offline": 3437,
     "sglang_c2t/plan": 2856,
     "sglang_c2t/policies": 1060,
     "sglang_c2t/srt": 2240,
@@ -47,7 +47,7 @@ LINES = {
     "tests/emulated": 5060,
     "tests/eval": 5735,
     "tests/kernels": 2110,
-    "tests/offline": 1875,
+    "tests/offline": 1886,
     "tests/patches": 510,
     "tests/plan": 1615,
     "tests/policies": 690,
