@@ -97,6 +97,7 @@ def table(columns: dict[str, Counter[str]]) -> Table:
     The sum leaves out :data:`NOT_OF_A_STEP`.
     """
     shown = terminal.table("Time of a decode step, per 100 of the target's forward", "part")
+    shown.columns[0].no_wrap = True
     for name in columns:
         shown.add_column(name, justify="right")
     names = [name for name in PARTS if name not in NOT_OF_A_STEP | SAME.keys()]

@@ -478,7 +478,7 @@ class StepCost:
 
     def _seed(self, times: StepTimes, batch: int, context: int) -> None:
         """Learn from a forward of ``batch`` dummy requests. Of forwards of as many rows, one over
-        more ``context`` tells what a token costs, and one of more requests what a request adds.
+        more ``context`` shows what a token costs, and one of more requests what a request adds.
         """
         mine, sizes = self._dummies.setdefault(times.rows, {}), (batch, context)
         mine[sizes] = min(times.verify_ms, mine.get(sizes, times.verify_ms))
