@@ -13,7 +13,7 @@ REPOSITORY = Path(__file__).parent.parent
 
 #: Lines of Python by folder, folders below it that have a budget of their own not counted.
 LINES = {
-    "eval": 1166,
+    "eval": 1167,
     "eval/baselines": 700,
     "eval/bench": 1920,
     "eval/demo_models": 1110,
