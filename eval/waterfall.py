@@ -172,8 +172,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     columns: dict[str, Counter[str]] = {}
     try:
         with interrupted_by_sigterm():
-            bodies = requests(settings, args.flags)
-            for arm in arms(args.flags, [AS_IS]):
+            servers, bodies = arms(args.flags, [AS_IS]), requests(settings, args.flags)
+            for arm in servers:
                 columns |= _measured(arm, settings, bodies, args.at_once, args.seconds)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)

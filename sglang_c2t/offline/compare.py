@@ -372,9 +372,11 @@ def requests(settings: Settings, flags: Sequence[str]) -> Bodies:
         from transformers import AutoTokenizer
 
         path = _value(flags, "--tokenizer-path") or _value(flags, "--model-path", "--model")
-        tokenizer = AutoTokenizer.from_pretrained(
-            path, trust_remote_code="--trust-remote-code" in flags
-        )
+        trusted = "--trust-remote-code" in flags
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trusted)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"no tokenizer at {path}: {str(error).splitlines()[0]}") from error
         for at, row in enumerate(rows):
             if row.messages and tokenizer.chat_template:
                 texts[at] = tokenizer.apply_chat_template(

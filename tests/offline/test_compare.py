@@ -103,6 +103,12 @@ def test_compare_wrong_flag_is_an_error_that_names_it(prompts: Path) -> None:
     assert "no-speculation.log" in done.stderr
 
 
+def test_compare_wrong_model_path_is_an_error_that_names_it(tmp_path: Path) -> None:
+    settings = compare_module.Settings(read_prompts(MIXED))
+    with pytest.raises(ConfigError, match=f"no tokenizer at {tmp_path}: "):
+        compare_module.requests(settings, ["--model-path", str(tmp_path)])
+
+
 def test_compare_goes_on_without_a_server_that_does_not_start_or_dies(prompts: Path) -> None:
     done = run(prompts, *DRAFTING, "--speculative-eagle-topk", "4")
     assert done.returncode == 0
