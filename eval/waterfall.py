@@ -20,7 +20,9 @@ import sys
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -38,35 +40,36 @@ from sglang_c2t.offline.compare import (
     arms,
     requests,
     running,
+    wanted,
 )
 from sglang_c2t.offline.prompts import read_prompts
 from sglang_c2t.offline.servers import interrupted_by_sigterm
+
+TARGET, PREFILL, IDLE = "target's forward", "prefill", "idle"
 
 #: The part of all stacks that no other part matches.
 SCHEDULER = "scheduler, rest"
 
 #: Parts of a step, by functions and files: a stack belongs to the first part all of whose patterns
-#: it matches.
-PARTS: dict[str, tuple[str, ...]] = {
-    "prefill": (r"_forward_prefill_batch|extend_prefill|_draft_extend_for_prefill",),
-    "target's forward": (r"\bverify ", r"ModelRunner\.forward "),
-    "draft layers": (r"\bdraft_forward ", r"ModelRunner\.forward "),
-    "draft extend": (r"_draft_extend_for_decode", r"ModelRunner\.forward "),
-    "target's forward without drafts": (r"_execute_decode",),
-    "prefill without drafts": (r"_execute_extend",),
-    "planning": (r"sglang_c2t/plan/|sglang_c2t/srt/draft/planning",),
-    "gate": (r"sglang_c2t/(kernels/gate|kernels/survival|draft/|draft_layer)",),
-    "before and after draft extend": (r"_draft_extend_for_decode",),
-    "before and after draft layers": (r"DraftWorker\.draft ",),
-    "packing, acceptance": (r"\bverify ",),
-    "idle": (r"\bon_idle ",),
-    SCHEDULER: (r"event_loop",),
-}
+#: it matches. Without drafts, the target's forwards have other callers.
+PARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    (PREFILL, (r"_forward_prefill_batch|extend_prefill|_draft_extend_for_prefill",)),
+    (TARGET, (r"\bverify ", r"ModelRunner\.forward ")),
+    ("draft layers", (r"\bdraft_forward ", r"ModelRunner\.forward ")),
+    ("draft extend", (r"_draft_extend_for_decode", r"ModelRunner\.forward ")),
+    (TARGET, (r"_execute_decode",)),
+    (PREFILL, (r"_execute_extend",)),
+    ("planning", (r"sglang_c2t/plan/|sglang_c2t/srt/draft/planning",)),
+    ("gate", (r"sglang_c2t/(kernels/gate|kernels/survival|draft/|draft_layer)",)),
+    ("before and after draft extend", (r"_draft_extend_for_decode",)),
+    ("before and after draft layers", (r"DraftWorker\.draft ",)),
+    ("packing, acceptance", (r"\bverify ",)),
+    (IDLE, (r"\bon_idle ",)),
+    (SCHEDULER, (r"event_loop",)),
+)
 
-#: Parts that are no time of a decode step, and those that are the same under another name.
-NOT_OF_A_STEP = {"prefill", "prefill without drafts", "idle"}
-TARGET = "target's forward"
-SAME = {"target's forward without drafts": TARGET, "prefill without drafts": "prefill"}
+#: Parts of a decode step: not prefill, and not waiting.
+OF_A_STEP = tuple(dict.fromkeys(part for part, _ in PARTS if part not in {PREFILL, IDLE}))
 
 #: Samples per second; more would slow the server further.
 RATE = 100
@@ -76,9 +79,9 @@ def part_of(stack: str) -> str | None:
     """Return the part that a ``stack`` belongs to, in py-spy's raw format: frames from the
     outermost on, separated by ``;``. ``None``: it is not of the scheduler's loop.
     """
-    for part, patterns in PARTS.items():
+    for part, patterns in PARTS:
         if all(re.search(pattern, stack) for pattern in patterns):
-            return SAME.get(part, part)
+            return part
     return None
 
 
@@ -93,18 +96,15 @@ def parts(lines: Iterable[str]) -> Counter[str]:
 
 
 def table(columns: dict[str, Counter[str]]) -> Table:
-    """Return each part's time per 100 of the target's forward, a column for each server and load.
-    The sum leaves out :data:`NOT_OF_A_STEP`.
-    """
+    """Return each part's time per 100 of the target's forward, by server and load."""
     shown = terminal.table("Time of a decode step, per 100 of the target's forward", "part")
     shown.columns[0].no_wrap = True
     for name in columns:
         shown.add_column(name, justify="right")
-    names = [name for name in PARTS if name not in NOT_OF_A_STEP | SAME.keys()]
-    for part in names:
+    for part in OF_A_STEP:
         shares = [100 * found[part] / max(found[TARGET], 1) for found in columns.values()]
         shown.add_row(part, *(f"{share:.1f}" for share in shares))
-    totals = [sum(found[part] for part in names) for found in columns.values()]
+    totals = [sum(found[part] for part in OF_A_STEP) for found in columns.values()]
     both = list(zip(totals, columns.values(), strict=True))
     shown.add_row("step", *(f"{100 * n / max(found[TARGET], 1):.1f}" for n, found in both))
     # The deviation of a binomial share, as a percentage of the target's forward.
@@ -139,21 +139,21 @@ def scheduler(group: int) -> int:
     return found[0]
 
 
-def under_load(
-    url: str, load: int, bodies: Bodies, measure: Callable[[], Counter[str]]
-) -> Counter[str]:
-    """Return what is measured while ``load`` requests are always there."""
+@contextmanager
+def loaded(url: str, load: int, bodies: Bodies) -> Iterator[None]:
+    """Keep ``load`` requests at the server inside the block, after a first load."""
     stopped = threading.Event()
+    send = partial(stream_all, url, wanted(load, bodies), concurrency=load)
 
-    def send() -> None:
+    def go_on() -> None:
         while not stopped.is_set():
-            stream_all(url, [bodies[i % len(bodies)] for i in range(2 * load)], concurrency=load)
+            send()
 
-    sender = threading.Thread(target=send, daemon=True)
-    stream_all(url, [bodies[i % len(bodies)] for i in range(4 * load)], concurrency=load)
+    sender = threading.Thread(target=go_on, daemon=True)
+    send()
     sender.start()
     try:
-        return measure()
+        yield
     finally:
         stopped.set()
         sender.join()
@@ -194,8 +194,8 @@ def _measured(
         pid = scheduler(at.group)
         for load in loads:
             print(f"{arm.name}, {load} at once", file=sys.stderr)
-            measure = lambda: sampled(pid, seconds)  # noqa: E731
-            found[f"{arm.name}, {load}"] = under_load(at.url, load, bodies, measure)
+            with loaded(at.url, load, bodies):
+                found[f"{arm.name}, {load}"] = sampled(pid, seconds)
     return found
 
 

@@ -286,8 +286,7 @@ def _send_in_turns(servers: Sequence[tuple[Arm, Address]], load: int, bodies: Bo
 
     def send(server: Arm, at: Address) -> None:
         try:
-            clock = partial(turns.clock, server.name)
-            _send(server, at.url, load, bodies, clock, counts=lambda: not turns.over)
+            _send(server, at.url, load, bodies, turns)
         finally:
             turns.done(server.name)
 
@@ -416,23 +415,17 @@ def _warmed_up(server: Arm, url: str, load: int, bodies: Bodies) -> bool:
         return False
     with _failures_of(server, load):
         if not server.runs:
-            stream_all(url, _wanted(load, bodies)[:load], concurrency=load)
+            stream_all(url, wanted(load, bodies)[:load], concurrency=load)
         urllib.request.urlopen(f"{url}/flush_cache?timeout=20", data=b"", timeout=60).close()
     return not server.failed
 
 
-def _send(
-    server: Arm,
-    url: str,
-    load: int,
-    bodies: Bodies,
-    clock: Callable[[], float] = time.perf_counter,
-    counts: Callable[[], bool] = lambda: True,
-) -> None:
-    """Send a load once, prefill included; the run is kept if it still ``counts`` at its end."""
+def _send(server: Arm, url: str, load: int, bodies: Bodies, turns: Turns | None = None) -> None:
+    """Send a load once, prefill included. What ends after the ``turns`` has no time."""
+    clock = partial(turns.clock, server.name) if turns else time.perf_counter
     with _failures_of(server, load):
-        answers = stream_all(url, _wanted(load, bodies), concurrency=load, clock=clock)
-        if counts():
+        answers = stream_all(url, wanted(load, bodies), concurrency=load, clock=clock)
+        if not (turns and turns.over):
             server.runs.setdefault(load, []).append(Run(load, answers))
 
 
@@ -445,7 +438,7 @@ def _failures_of(server: Arm, load: int) -> Iterator[None]:
         server.failed = f"failed at {load} at once: {str(error) or type(error).__name__}"
 
 
-def _wanted(load: int, bodies: Bodies) -> Bodies:
+def wanted(load: int, bodies: Bodies) -> Bodies:
     """Return the requests of a load."""
     return [bodies[i % len(bodies)] for i in range(max(2 * load, min(4 * load, 24), 8))]
 

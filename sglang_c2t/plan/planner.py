@@ -259,8 +259,9 @@ class Planner:
             most = view.batch_size * self.full_rows(other.layers)
             return self._step(StepKind.EXPLORE, other._replace(rows=min(rows, most)), choice)
         if not self._all_layers and (tried := self._tried(choice, view, best)):
-            made = self._step(StepKind.UNIFORM, tried[0], choice)
-            self._verdicts.keep(view, made, taken=1, steps=tried[1])
+            made = self._step(StepKind.UNIFORM, tried, choice)
+            steps = TRIAL if tried.layers else self._burst
+            self._verdicts.keep(view, made, taken=1, steps=steps)
             return made
         deeper = self._explore.layers(choice.plans.best_of_each_depth(), choice.plan, best)
         return self._step(StepKind.EXPLORE, deeper, choice) if deeper else None
@@ -333,41 +334,40 @@ class Planner:
         took = self.cost.draft_free(forwarded, batch, context=view.context, extends=extends)
         return Plan(0, batch, float(batch), weighed(took, self.tpot_ms))
 
-    def _tried(self, choice: _Choice, view: BatchView, best: Plan) -> tuple[Plan, int] | None:
-        """Return a uniform plan to try now, which may be draft-free, and for how many steps: one
-        that was seldom measured for about as many requests, and may replace the ``best`` plan.
+    def _tried(self, choice: _Choice, view: BatchView, best: Plan) -> Plan | None:
+        """Return a uniform plan to try now, which may be draft-free: one that was seldom measured
+        for about as many requests, and may replace the ``best`` plan.
         """
         batch, rate = view.batch_size, best.rate
         layers = choice.uniform.plan.layers if choice.uniform else -1  # these steps need no try
         hoped = self._hoped_draft_free(view, rate) if view.allows_draft_free and layers else None
         if hoped and self._explore.uniform(hoped, batch, rate, self._burst):
-            return self._draft_free(view), self._burst
-        if view.allows_uniform and layers < 1:
+            return self._draft_free(view)
+        unknown = not self.cost.uniform_measured(batch)
+        seldom = unknown or self._comparison.few(batch, draft_free=False)
+        if view.allows_uniform and layers < 1 and seldom:
             uniform = self._best_uniform(choice.survival, view)
-            tries = not self.cost.uniform_measured(batch) or self._promises(uniform, batch, rate)
-            if tries and self._explore.uniform(uniform, batch, rate, TRIAL):
-                return uniform, TRIAL
+            promises = unknown or uniform.rate > rate * (1.0 - NEARLY)
+            if promises and self._explore.uniform(uniform, batch, rate, TRIAL):
+                return uniform
         return None
 
-    def _promises(self, plan: Plan, batch: int, rate: float) -> bool:
-        """Whether a uniform ``plan`` was seldom measured, and has nearly the ``rate``."""
-        few = self._comparison.few(batch, draft_free=plan.layers == 0)
-        return few and plan.rate > rate * (1.0 - NEARLY)
-
     def _hoped_draft_free(self, view: BatchView, rate: float) -> Plan | None:
-        """Return a draft-free plan if it may exceed the ``rate``.
+        """Return a draft-free plan if it was seldom measured and may exceed the ``rate``.
 
         Before it is measured, it has the rest of a uniform step. ``None`` if the target's forward
         alone would be slower than ``rate``, even if its cost were too high because it has expired
         or is known only from before serving.
         """
-        free, rows = self._draft_free(view), _forwarded(view, view.batch_size)
-        if self.cost.draft_free_measured(view.batch_size):
-            return free if self._promises(free, view.batch_size, rate) else None
+        batch, rows = view.batch_size, _forwarded(view, view.batch_size)
+        free = self._draft_free(view)
+        if self.cost.draft_free_measured(batch):
+            seldom = self._comparison.few(batch, draft_free=True)
+            return free if seldom and free.rate > rate * (1.0 - NEARLY) else None
         distorted = bool(self.cost.verify.stale([rows]))
         if free.rate <= rate * (1.0 - DISTORTED * distorted):
             return None
-        took = self.cost.one(rows, view.batch_size, 1, uniform=True)
+        took = self.cost.one(rows, batch, 1, uniform=True)
         return free._replace(milliseconds=weighed(took, self.tpot_ms))
 
     @property

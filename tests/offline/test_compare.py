@@ -21,6 +21,7 @@ from sglang_c2t.offline import compare as compare_module
 from sglang_c2t.offline.client import Streamed
 from sglang_c2t.offline.compare import MIXED, Arm, Run, answer_lengths, arms, ratio, verdict
 from sglang_c2t.offline.prompts import read_prompts
+from sglang_c2t.offline.turns import Turns
 
 DRAFTING = ["--model-path", "m", "--speculative-algorithm", "EAGLE3"]
 
@@ -143,15 +144,14 @@ def test_compare_interrupt_stops_its_servers(
     assert not any(child.is_running() for child in children)
 
 
-@pytest.mark.parametrize("counts", [True, False])
-def test_compare_drops_what_ends_after_an_interrupt(
-    monkeypatch: pytest.MonkeyPatch, counts: bool
-) -> None:
+@pytest.mark.parametrize("over", [True, False])
+def test_compare_drops_what_an_interrupt_cut(monkeypatch: pytest.MonkeyPatch, over: bool) -> None:
     """All servers run at once then, and their clocks stand still: it had 120 tokens/s, not 50."""
     monkeypatch.setattr(compare_module, "stream_all", lambda *_args, **_more: [])
-    server = Arm("one", [])
-    compare_module._send(server, "", 1, [{}], counts=lambda: counts)
-    assert bool(server.runs) == counts
+    server, turns = Arm("one", []), Turns({"one": 0})
+    turns.over = over
+    compare_module._send(server, "", 1, [{}], turns)
+    assert bool(server.runs) != over
 
 
 @pytest.mark.parametrize(

@@ -79,8 +79,7 @@ def seeded(row_ms: float, tiers: Tiers | None = None, **each: float) -> Worker:
 
 def test_seeding_measures_each_size_three_times() -> None:
     """First few that span all, then those between, some of which are as good as measured. Never
-    the same twice in a row, because one slow moment would meet both. 16 requests are measured with
-    long and with short contexts.
+    the same twice in a row, because one slow moment would meet both. 16 requests have two contexts.
     """
     worker = seeded(0.01)
     span = [1, 2, 3, 8, 12, 24, 48, 80]
@@ -100,7 +99,8 @@ def test_seeding_tells_rows_requests_and_their_contexts_apart(token_ms: float) -
     """Dummy requests with long contexts did not show what requests with short ones cost."""
     cost = seeded(2.0, request_ms=5.0, token_ms=token_ms).planning.planner.cost
     assert cost.request == pytest.approx(5.0)
-    for rows, requests, context in ((16, 4, 0), (16, 16, 900), (64, 13, 4000), (64, 64, 0)):
+    sizes = (16, 4, 0), (16, 16, 900), (64, 13, 4000), (64, 64, 0), (30, 30, 0)
+    for rows, requests, context in sizes:
         wanted = rows * 2.0 + requests * 5.0 + context * token_ms
         assert cost.target(rows, requests, context) == pytest.approx(wanted, rel=0.01)
 
