@@ -31,17 +31,8 @@ from rich.table import Table
 from eval import terminal
 from sglang_c2t.checks import ConfigError
 from sglang_c2t.offline.client import stream_all
-from sglang_c2t.offline.compare import (
-    AS_IS,
-    MIXED,
-    Arm,
-    Bodies,
-    Settings,
-    arms,
-    requests,
-    running,
-    wanted,
-)
+from sglang_c2t.offline.compare import MIXED, Bodies, Settings, arms, requests, running, wanted
+from sglang_c2t.offline.compared import AS_IS, Arm
 from sglang_c2t.offline.prompts import read_prompts
 from sglang_c2t.offline.servers import interrupted_by_sigterm
 

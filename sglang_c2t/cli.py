@@ -98,8 +98,9 @@ def _add_compare(commands: Any) -> None:
         help="SGLang's servers: as-is, adaptive, numbers of drafts; default: as-is adaptive",
     )
     compare.add_argument(
-        "--at-once", type=int, nargs="+", default=[1, 8, 32], help="loads; default: 1 8 32"
+        "--at-once", type=int, nargs="*", default=[1, 8, 32], help="loads; default: 1 8 32"
     )
+    _add_open_loops(compare)
     compare.add_argument(
         "--max-new-tokens",
         type=int,
@@ -120,6 +121,32 @@ def _add_compare(commands: Any) -> None:
         help="for logs and figures; default: c2t-compare",
     )
     compare.set_defaults(run=_compare)
+
+
+def _add_open_loops(compare: argparse.ArgumentParser) -> None:
+    """Add the options of requests that arrive at random moments."""
+    compare.add_argument(
+        "--rates",
+        type=float,
+        nargs="+",
+        default=[],
+        metavar="PER_SECOND",
+        help="also send requests at random moments, so many per second; needs --goodput",
+    )
+    compare.add_argument(
+        "--burstiness",
+        type=float,
+        default=1.0,
+        help="of these moments: 1 is a Poisson process, less is more bursty; default: 1",
+    )
+    compare.add_argument(
+        "--goodput",
+        type=_limit,
+        nargs="+",
+        default=[],
+        metavar="KIND:MS",
+        help="limits of a request, such as ttft:2000 tpot:100; kinds: ttft, tpot, e2el",
+    )
 
 
 def _add_training(commands: Any) -> None:
@@ -227,6 +254,14 @@ def _check(_args: argparse.Namespace) -> int:
     return diagnose(functools.partial(print, flush=True))
 
 
+def _limit(text: str) -> tuple[str, float]:
+    """Parse KIND:MS; argparse makes an error of ValueError."""
+    kind, _, value = text.partition(":")
+    if kind not in ("ttft", "tpot", "e2el") or not 0.0 < float(value) < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not ttft, tpot or e2el, a colon, and ms")
+    return kind, float(value)
+
+
 def _compare(args: argparse.Namespace) -> int:
     _require_extra("aiohttp", "rich")
     from rich.console import Console
@@ -239,13 +274,20 @@ def _compare(args: argparse.Namespace) -> int:
         ("max_new_tokens", [args.max_new_tokens]),
         ("repeats", [args.repeats]),
     ):
-        if min(values) < 1:
+        if min(values, default=1) < 1:
             flag = "--" + name.replace("_", "-")
             raise ConfigError(f"{flag} must be 1 or more, got {min(values)}")
+    if bool(args.rates) != bool(args.goodput):
+        raise ConfigError("--rates and --goodput need each other: --rates 1 2 --goodput tpot:100")
+    if min([*args.rates, args.burstiness]) <= 0.0:
+        raise ConfigError("--rates and --burstiness must be above 0")
     settings = Settings(
         read_prompts(args.data or MIXED),
         against=args.against,
         at_once=sorted(set(args.at_once)),
+        rates=sorted(set(args.rates)),
+        burstiness=args.burstiness,
+        goodput=dict(args.goodput),
         max_new_tokens=args.max_new_tokens,
         repeats=args.repeats,
         side_by_side=args.side_by_side,

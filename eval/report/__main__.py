@@ -24,7 +24,7 @@ from eval.report.compare import compare
 from eval.report.report import report
 from eval.report.results import load
 from sglang_c2t.files import write_texts
-from sglang_c2t.offline.compare import C2T, NONE
+from sglang_c2t.offline.compared import C2T, NONE
 
 
 def figure(results: Path) -> list[Path]:

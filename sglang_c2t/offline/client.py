@@ -18,6 +18,9 @@ import numpy as np
 #: Most seconds of a request, or of a streamed one between two of its tokens.
 REQUEST_SECONDS = 600.0
 
+#: Most seconds between two looks at a clock that may stand still.
+POLL_SECONDS = 0.02
+
 #: Variable with the server's key; unlike a flag it is in no process list or shell history.
 API_KEY_ENV = "SGLANG_API_KEY"
 
@@ -130,9 +133,11 @@ def stream_all(
     *,
     concurrency: int,
     clock: Callable[[], float] = time.perf_counter,
+    arrivals: Sequence[float] = (),
 ) -> list[Streamed]:
     """Stream every /generate body once, ``concurrency`` at a time; the answers in order, with times
-    in seconds of the ``clock``. Raises on the first failure.
+    in seconds of the ``clock``. With ``arrivals``, which increase, each is sent so many seconds
+    after the call. Raises on the first failure.
     """
     gate = asyncio.Semaphore(concurrency)
 
@@ -163,7 +168,12 @@ def stream_all(
             connector=aiohttp.TCPConnector(limit=concurrency, force_close=True),
             read_bufsize=1 << 20,
         ) as session:
-            return await asyncio.gather(*(stream(session, body) for body in bodies))
+            start, sent = clock(), []
+            for body, arrival in zip(bodies, arrivals or [0.0] * len(bodies), strict=True):
+                while (left := start + arrival - clock()) > 0.0:
+                    await asyncio.sleep(min(left, POLL_SECONDS))  # the clock may stand still
+                sent.append(asyncio.create_task(stream(session, body)))
+            return await asyncio.gather(*sent)
 
     return asyncio.run(stream_them())
 

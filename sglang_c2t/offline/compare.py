@@ -1,13 +1,16 @@
 """``python -m sglang_c2t compare -- LAUNCH FLAGS``: what speculation gains with one's own models.
 
 The command starts a user's server without speculation, with SGLang's own speculation, and with
-``--c2t``. It sends each the same prompts at the same loads, and times them as a client does.
+``--c2t``. It sends each the same prompts at the same loads, and times them as a client does;
+``compared.py`` says what came out.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
+import random
 import sys
 import time
 import urllib.request
@@ -21,14 +24,22 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import aiohttp
-import numpy as np
 import psutil
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from sglang_c2t.checks import ConfigError
-from sglang_c2t.offline.client import Streamed, c2t_states, full_load_rate, stream_all
+from sglang_c2t.offline.client import c2t_states, stream_all
+from sglang_c2t.offline.compared import (
+    ADAPTIVE,
+    AS_IS,
+    C2T,
+    NONE,
+    Arm,
+    Run,
+    changed,
+    facts,
+    printed,
+)
 from sglang_c2t.offline.progress import progress_on
 from sglang_c2t.offline.prompts import PromptRow
 from sglang_c2t.offline.servers import (
@@ -41,9 +52,6 @@ from sglang_c2t.offline.servers import (
 )
 from sglang_c2t.offline.turns import Turns
 
-#: Names of the servers.
-NONE, AS_IS, ADAPTIVE, C2T = "no speculation", "as-is", "adaptive", "--c2t"
-
 #: Results in the folder of the logs.
 RESULTS = "compare.json"
 
@@ -53,8 +61,8 @@ MIXED = Path(__file__).with_name("mixed.jsonl")
 #: Multiples of it, modulo 1, are spread evenly.
 GOLDEN = (5**0.5 - 1) / 2
 
-#: Share by which two servers must differ for one to be called faster.
-ALIKE = 0.02
+#: Seconds for which requests arrive, and how many arrive at least.
+ARRIVE_SECONDS, ARRIVE_LEAST = 40.0, 24
 
 
 @dataclass(frozen=True)
@@ -64,69 +72,17 @@ class Settings:
     prompts: Sequence[PromptRow]
     against: Sequence[str] = (AS_IS, ADAPTIVE)
     at_once: Sequence[int] = (1, 8, 32)
+    rates: Sequence[float] = ()
+    """Requests per second, in open loops."""
+    burstiness: float = 1.0
+    """Shape of the gaps between arrivals: 1 is a Poisson process, less is more bursty."""
+    goodput: Mapping[str, float] = field(default_factory=dict)
+    """Limits in ms of a request; see :meth:`Run.within`."""
     max_new_tokens: int = 64
     repeats: int = 3
     side_by_side: bool = False
     start_seconds: float = 600.0
     folder: Path = Path("c2t-compare")
-
-
-@dataclass(frozen=True)
-class Run:
-    """One load, sent once."""
-
-    load: int
-    answers: list[Streamed]
-
-    @property
-    def rate(self) -> float:
-        """Tokens per second while so many requests ran at once, prefill included."""
-        times = ((a.began, a.began + a.first_seconds, a.began + a.seconds, a.tokens)
-                 for a in self.answers)  # fmt: skip
-        return full_load_rate(times, self.load)
-
-    @property
-    def tokens(self) -> int:
-        """Tokens over all requests."""
-        return sum(answer.tokens for answer in self.answers)
-
-    def percentiles(self) -> dict[str, list[float]]:
-        """Return p50 and p99 in ms of the time to the first token, and of the time per further
-        token.
-        """
-        first = [answer.first_seconds for answer in self.answers]
-        each = [answer.token_seconds for answer in self.answers if answer.tokens > 1]
-        found = {"ttft_ms": first, "tpot_ms": each or [float("nan")]}
-        return {name: (1e3 * np.percentile(s, (50, 99))).tolist() for name, s in found.items()}
-
-
-@dataclass
-class Arm:
-    """One server and its runs."""
-
-    name: str
-    flags: list[str]
-    needed: bool = False  # nothing can be compared without it
-    runs: dict[int, list[Run]] = field(default_factory=dict)
-    """By the number of requests at once."""
-    failed: str = ""
-    """Why it did not start, or ended."""
-    start_seconds: float = 0.0
-    memory_gib: float = 0.0
-    """Host memory of its processes alone."""
-    cache_tokens: int = 0
-    """Tokens that its KV cache holds."""
-    planners: list[dict[str, Any]] = field(default_factory=list)
-    """The planner's report of each scheduler, after all loads."""
-
-    def tokens_per_verification(self, load: int) -> float | None:
-        """Return the accept length, bonus tokens included; ``None`` without speculation."""
-        metas = [(a.tokens, a.meta_info) for run in self.runs[load] for a in run.answers]
-        verified = [(n, m["spec_verify_ct"]) for n, m in metas if m.get("spec_verify_ct")]
-        if not verified:
-            return None
-        # The first token of an answer comes from the prefill.
-        return sum(n - 1 for n, _ in verified) / sum(count for _, count in verified)
 
 
 def arms(flags: Sequence[str], against: Sequence[str] = (AS_IS, ADAPTIVE)) -> list[Arm]:
@@ -195,62 +151,49 @@ def compare(flags: Sequence[str], settings: Settings, console: Console) -> int:
     """
     servers, code = arms(flags, settings.against), 0
     settings.folder.mkdir(parents=True, exist_ok=True)
-    bodies = requests(settings, flags)
+    loads = _sequence(settings, requests(settings, flags))
     with interrupted_by_sigterm(), progress_on(Console(stderr=True), transient=True) as progress:
-        total = len(servers) * (1 + len(settings.at_once) * settings.repeats)
-        task = progress.add_task("starts and loads", total=total)
+        task = progress.add_task("starts and loads", total=len(servers) * (1 + len(loads)))
         step = lambda: progress.advance(task)  # noqa: E731
         try:
             measure = _side_by_side if settings.side_by_side else _in_turn
-            measure(servers, bodies, settings, step)
+            measure(servers, loads, settings, step)
         except KeyboardInterrupt:
             code = 130
-    measured = [server for server in servers if server.runs]
-    (settings.folder / RESULTS).write_text(json.dumps(facts(servers), indent=1))
+    (settings.folder / RESULTS).write_text(json.dumps(facts(servers, settings.goodput), indent=1))
     for server in servers:
         if server.failed:
             console.print(f"{server.name}: {server.failed}", markup=False)
+    measured = [server for server in servers if server.measured]
     if len(measured) < 2:
         console.print("Too little was measured to compare.")
         return code or 1
-    loads = [load for load in settings.at_once if any(load in one.runs for one in measured)]
-    for load in loads:
-        console.print(table(measured, load))
-    columns = [*([load] for load in loads), *([loads] if len(loads) > 1 else [])]
-    console.print(summary(measured, columns))
-    for column in columns:
-        console.print(verdict(measured, column), markup=False)
-    console.print(prices(measured), markup=False)
-    for told in predictions(servers[-1].planners):
-        console.print(told, markup=False)
+    for said in printed(measured, settings.goodput):
+        console.print(said, markup=not isinstance(said, str))
     console.print(conditions(settings), markup=False)
-    differing = {server.name: differences(server, measured[0]) for server in measured}
-    console.print(agreement(differing), markup=False)
     console.print(f"All figures and logs: {settings.folder}", markup=False)
-    stock = [count for name, count in differing.items() if name != C2T]
-    changed = differing.get(C2T, 0) > max(stock)
-    return code or int(changed or bool(servers[-1].failed))
+    return code or int(changed(measured) or bool(servers[-1].failed))
 
 
 # -- servers ------------------------------------------------------------------------------
 
 
 def _in_turn(
-    servers: Sequence[Arm], bodies: Bodies, settings: Settings, step: Callable[[], None]
+    servers: Sequence[Arm], loads: Sequence[Load], settings: Settings, step: Callable[[], None]
 ) -> None:
     """Run one server after the other, so that one has all of the machine's memory."""
     for server in servers:
         with running(server, settings) as at:
             step()
             if at is not None:
-                for load in _sequence(settings):
-                    if _warmed_up(server, at.url, load, bodies):
-                        _send(server, at.url, load, bodies)
+                for load in loads:
+                    if _warmed_up(server, at.url, load):
+                        _send(server, at.url, load)
                     step()
 
 
 def _side_by_side(
-    servers: Sequence[Arm], bodies: Bodies, settings: Settings, step: Callable[[], None]
+    servers: Sequence[Arm], loads: Sequence[Load], settings: Settings, step: Callable[[], None]
 ) -> None:
     """Start all servers, and send each load to all of them, which take turns; run them one after
     the other if the host's memory does not hold them all.
@@ -271,22 +214,22 @@ def _side_by_side(
                 break
         else:
             there = [(server, at) for server in servers if (at := found[server.name]) is not None]
-            for load in _sequence(settings):
-                _send_in_turns(there, load, bodies)
+            for load in loads:
+                _send_in_turns(there, load)
                 for _ in servers:
                     step()
             return
-    _in_turn(servers, bodies, settings, step)
+    _in_turn(servers, loads, settings, step)
 
 
-def _send_in_turns(servers: Sequence[tuple[Arm, Address]], load: int, bodies: Bodies) -> None:
+def _send_in_turns(servers: Sequence[tuple[Arm, Address]], load: Load) -> None:
     """Send a load to all servers, each with a clock that runs in its turns."""
-    ready = [(server, at) for server, at in servers if _warmed_up(server, at.url, load, bodies)]
+    ready = [(server, at) for server, at in servers if _warmed_up(server, at.url, load)]
     turns = Turns({server.name: at.group for server, at in ready})
 
     def send(server: Arm, at: Address) -> None:
         try:
-            _send(server, at.url, load, bodies, turns)
+            _send(server, at.url, load, turns)
         finally:
             turns.done(server.name)
 
@@ -298,11 +241,6 @@ def _send_in_turns(servers: Sequence[tuple[Arm, Address]], load: int, bodies: Bo
     finally:
         # After an interrupt they end with the servers.
         threads.shutdown(wait=False)
-
-
-def _sequence(settings: Settings) -> list[int]:
-    """Return the loads in the order in which they are sent: each repeat is a load that changes."""
-    return [*settings.at_once] * settings.repeats
 
 
 class Address(NamedTuple):
@@ -407,199 +345,90 @@ def _value(flags: Sequence[str], *names: str) -> str | None:
     return None
 
 
-def _warmed_up(server: Arm, url: str, load: int, bodies: Bodies) -> bool:
+def wanted(load: int, bodies: Bodies) -> Bodies:
+    """Return the requests of so many at once."""
+    return _cycled(bodies, max(2 * load, min(4 * load, 24), 8))
+
+
+def _cycled(bodies: Bodies, count: int) -> Bodies:
+    return [bodies[i % len(bodies)] for i in range(count)]
+
+
+class Load(NamedTuple):
+    """Requests that are sent together."""
+
+    bodies: Bodies
+    at_once: int
+    """Most of them at once."""
+    rate: float = 0.0
+    """Those that arrive per second, in an open loop."""
+    arrivals: Sequence[float] = ()
+    """When each is sent, in seconds from the first one."""
+
+
+def _sequence(settings: Settings, bodies: Bodies) -> list[Load]:
+    """Return the loads in the order in which they are sent: each repeat is a load that changes."""
+    found = []
+    for repeat in range(settings.repeats):
+        found += [Load(wanted(load, bodies), load) for load in settings.at_once]
+        for rate in settings.rates:
+            count = max(math.ceil(rate * ARRIVE_SECONDS), ARRIVE_LEAST)
+            moments = arrivals(rate, count, settings.burstiness, seed=repeat)
+            found.append(Load(_cycled(bodies, count), count, rate, moments))
+    return found
+
+
+def arrivals(rate: float, count: int, burstiness: float, *, seed: int) -> list[float]:
+    """Return the seconds at which ``count`` requests arrive, the first at 0: gaps have a gamma
+    distribution of this shape and a mean of 1 / ``rate``, as in vLLM's and SGLang's benchmarks.
+    """
+    draw = random.Random(f"{seed}/{rate}")
+    gaps = [draw.gammavariate(burstiness, 1.0 / (rate * burstiness)) for _ in range(count - 1)]
+    return [sum(gaps[:n]) for n in range(count)]
+
+
+def _warmed_up(server: Arm, url: str, load: Load) -> bool:
     """Prepare a server for a load: before the first one it answers a few requests, and each finds
     an empty prefix cache. Returns whether it can; a server that failed gets no more.
     """
     if server.failed:
         return False
     with _failures_of(server, load):
-        if not server.runs:
-            stream_all(url, wanted(load, bodies)[:load], concurrency=load)
+        if not server.measured:
+            few = load.bodies[: load.at_once] if not load.rate else load.bodies[:ARRIVE_LEAST]
+            stream_all(url, few, concurrency=len(few))
         urllib.request.urlopen(f"{url}/flush_cache?timeout=20", data=b"", timeout=60).close()
     return not server.failed
 
 
-def _send(server: Arm, url: str, load: int, bodies: Bodies, turns: Turns | None = None) -> None:
+def _send(server: Arm, url: str, load: Load, turns: Turns | None = None) -> None:
     """Send a load once, prefill included. What ends after the ``turns`` has no time."""
     clock = partial(turns.clock, server.name) if turns else time.perf_counter
     with _failures_of(server, load):
-        answers = stream_all(url, wanted(load, bodies), concurrency=load, clock=clock)
+        answers = stream_all(
+            url, load.bodies, concurrency=load.at_once, clock=clock, arrivals=load.arrivals
+        )
         if not (turns and turns.over):
-            server.runs.setdefault(load, []).append(Run(load, answers))
+            server.add(Run(load.at_once, answers), rate=load.rate)
 
 
 @contextmanager
-def _failures_of(server: Arm, load: int) -> Iterator[None]:
+def _failures_of(server: Arm, load: Load) -> Iterator[None]:
     """Note the failure of a request inside the block, and end the block."""
     try:
         yield
     except (aiohttp.ClientError, OSError) as error:
-        server.failed = f"failed at {load} at once: {str(error) or type(error).__name__}"
-
-
-def wanted(load: int, bodies: Bodies) -> Bodies:
-    """Return the requests of a load."""
-    return [bodies[i % len(bodies)] for i in range(max(2 * load, min(4 * load, 24), 8))]
-
-
-# -- results ------------------------------------------------------------------------------
-
-
-def rates(server: Arm, loads: Sequence[int]) -> list[float]:
-    """Return the tokens per second of each repeat over all of ``loads``."""
-    repeats = zip(*(server.runs.get(load, ()) for load in loads), strict=False)
-    return [
-        sum(run.tokens for run in runs) / sum(run.tokens / run.rate for run in runs)
-        for runs in repeats
-    ]
-
-
-def ratio(server: Arm, base: Arm, loads: Sequence[int]) -> tuple[float, float, float]:
-    """Return the median, least and largest ratio of tokens per second to those of ``base``."""
-    both = zip(rates(server, loads), rates(base, loads), strict=False)
-    found = [mine / theirs for mine, theirs in both] or [float("nan")]
-    return float(np.median(found)), min(found), max(found)
-
-
-def summary(servers: Sequence[Arm], columns: Sequence[Sequence[int]]) -> Table:
-    """Return the ratios to the first server at each of ``columns``, which are loads."""
-    title = f"Tokens/s over those of {servers[0].name}: median and range; * is the fastest"
-    found = Table(title=title, title_justify="left", box=box.SIMPLE)
-    found.add_column("at once")
-    fastest = [_fastest(servers, loads) for loads in columns]
-    for loads in columns:
-        found.add_column(_named(loads), justify="right")
-    for server in servers:
-        cells = []
-        for loads, best in zip(columns, fastest, strict=True):
-            middle, least, most = ratio(server, servers[0], loads)
-            mark = "*" if server is best else ""
-            cells.append(
-                f"{mark}{middle:.2f} [{least:.2f}, {most:.2f}]" if rates(server, loads) else "-"
-            )
-        found.add_row(server.name, *cells)
-    return found
-
-
-def _named(loads: Sequence[int]) -> str:
-    return str(loads[0]) if len(loads) == 1 else "all"
-
-
-def _fastest(servers: Sequence[Arm], loads: Sequence[int]) -> Arm:
-    there = [server for server in servers if rates(server, loads)]
-    return max(there, key=lambda server: ratio(server, servers[0], loads)[0])
-
-
-def table(servers: Sequence[Arm], load: int) -> Table:
-    """Return the figures of one load."""
-    found = Table(title=f"{load} at once", title_justify="left", box=box.SIMPLE)
-    found.add_column("server")
-    for name in ("tokens/s", "TTFT ms, p50 p99", "TPOT ms, p50 p99", "accept length"):
-        found.add_column(name, justify="right")
-    for server in servers:
-        if load not in server.runs:
-            continue
-        runs = server.runs[load]
-        every = Run(load, [answer for run in runs for answer in run.answers]).percentiles()
-        accepted = server.tokens_per_verification(load)
-        found.add_row(
-            server.name,
-            f"{np.median([run.rate for run in runs]):.1f}",
-            *(f"{every[name][0]:.0f} {every[name][1]:.0f}" for name in ("ttft_ms", "tpot_ms")),
-            "-" if accepted is None else f"{accepted:.2f}",
-        )
-    return found
-
-
-def verdict(servers: Sequence[Arm], loads: Sequence[int]) -> str:
-    """Return what was fastest at these ``loads``, and whether ``--c2t`` was."""
-    best = _fastest(servers, loads)
-    said = f"Fastest at {_named(loads)}: {best.name}."
-    mine = next((one for one in servers if one.name == C2T and rates(one, loads)), None)
-    if mine is None:
-        return said
-    rival = _fastest([server for server in servers if server is not mine], loads)
-    middle, least, most = ratio(mine, rival, loads)
-    against = f"--c2t has {middle:.2f} [{least:.2f}, {most:.2f}] of the tokens of {rival.name}"
-    if least <= 1.0 <= most or abs(middle - 1.0) < ALIKE:
-        return f"{said} {against}, which is within the noise."
-    return f"{said} {against}, which is {'faster' if middle > 1.0 else 'SLOWER'}."
+        at = f"{load.rate:g} per second" if load.rate else f"{load.at_once} at once"
+        server.failed = f"failed at {at}: {str(error) or type(error).__name__}"
 
 
 def conditions(settings: Settings) -> str:
     """Return what was measured, with which versions."""
     packages = ", ".join(f"{name} {version(name)}" for name in ("sglang-c2t", "sglang", "torch"))
     together = "side by side" if settings.side_by_side else "one after the other"
+    most = settings.max_new_tokens
     return (
-        f"{packages}; {len(settings.prompts)} prompts, greedy, at most "
-        f"{-(-settings.max_new_tokens // 4)} to {settings.max_new_tokens} new tokens; tokens/s at "
-        f"full load, prefill included; servers {together}; repeats: {settings.repeats}."
+        f"{packages}; {len(settings.prompts)} prompts, greedy, at most {-(-most // 4)} to {most} "
+        f"new tokens; tokens/s at full load, prefill included; servers {together}; repeats: "
+        f"{settings.repeats}."
     )
-
-
-def prices(servers: Sequence[Arm]) -> str:
-    """Return what each server took to start, and its memory."""
-    each = (
-        f"{server.name} {server.start_seconds:.0f} s, {server.memory_gib:.1f} GiB of host memory, "
-        f"room for {server.cache_tokens} tokens"
-        for server in servers
-    )
-    return f"Start: {'; '.join(each)}."
-
-
-def predictions(planners: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return for each scheduler how long its planner expected steps to take."""
-    return [
-        f"{C2T} expected {middle:.2f} [{low:.2f}, {high:.2f}] of the time of a step (median and "
-        "quartiles of the last 512)."
-        for planner in planners
-        if (middle := planner["predicted_over_measured"]) is not None
-        for low, high in [planner["predicted_over_measured_quartiles"]]
-    ]
-
-
-def differences(server: Arm, base: Arm) -> int:
-    """Count the answers that differ from the first ones of ``base`` to the same prompts."""
-    return sum(
-        mine.text != theirs.text
-        for load, runs in server.runs.items()
-        if load in base.runs
-        for run in runs
-        for mine, theirs in zip(run.answers, base.runs[load][0].answers, strict=True)
-    )
-
-
-def agreement(differing: Mapping[str, int]) -> str:
-    """Return whether outputs agree. In bfloat16 the batch decides ties, without speculation too."""
-    if not any(differing.values()):
-        return "All outputs are equal."
-    each = ", ".join(f"{name} {count}" for name, count in differing.items())
-    return (
-        f"Answers that differ from the first ones without speculation: {each}. Rounding depends on "
-        "the batch, so that a server may differ from itself; float32 shows whether that is all."
-    )
-
-
-def facts(servers: Sequence[Arm]) -> list[dict[str, Any]]:
-    """Return all figures, for JSON."""
-    return [
-        {
-            "server": server.name,
-            "flags": server.flags,
-            "failed": server.failed,
-            "start_seconds": server.start_seconds,
-            "memory_gib": server.memory_gib,
-            "cache_tokens": server.cache_tokens,
-            "planners": server.planners,
-            "loads": {
-                load: {
-                    "tokens_per_second": [run.rate for run in runs],
-                    "accept_length": server.tokens_per_verification(load),
-                    "repeats": [run.percentiles() for run in runs],
-                }
-                for load, runs in server.runs.items()
-            },
-        }
-        for server in servers
-    ]

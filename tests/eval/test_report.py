@@ -25,7 +25,7 @@ from eval.report.intervals import paired_ratio
 from eval.report.page import FOLDER
 from eval.report.verdict import span
 from sglang_c2t.offline.client import Streamed
-from sglang_c2t.offline.compare import C2T, NONE, Arm, Run, facts
+from sglang_c2t.offline.compared import C2T, NONE, Arm, Run, facts
 from tests.eval.bench_runs import BASELINE, Edit, failing, made_methods, write_made_run
 
 FEW = (made_methods()[0], made_methods()[2], made_methods()[-1])
@@ -476,7 +476,7 @@ def test_ratios_by_cpu_time_and_in_decode_steps_stand_beside_those_of_the_client
 def test_the_figure_of_a_comparison_names_its_servers_and_loads(tmp_path: Path) -> None:
     answers = [Streamed("", 5, 0.1 * i, 0.2, 1.0, {}) for i in range(8)]
     made = [Arm(name, [], runs={n: [Run(n, answers)] for n in (1, 8)}) for name in (NONE, C2T)]
-    (tmp_path / "compare.json").write_text(json.dumps(facts([*made, Arm("failed", [])])))
+    (tmp_path / "compare.json").write_text(json.dumps(facts([*made, Arm("failed", [])], {})))
     assert command.main(["figure", str(tmp_path / "compare.json")]) == 0
     drawn = (tmp_path / "compare.svg").read_text()
     for text in (NONE, C2T, "1 at once", "8 at once", "tokens/s of a request (median)"):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import heapq
 import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from hypothesis import given
@@ -38,10 +40,9 @@ def test_rate_at_full_load_counts_the_time_to_the_first_token() -> None:
     assert full_load_rate([(0.0, 1.0, 3.0, 8), (0.0, 2.0, 5.0, 30)], 2) == pytest.approx(18 / 3)
 
 
-def test_each_request_has_a_connection_of_its_own() -> None:
-    """A server closes idle connections, and one that was stopped does so when it runs again, while
-    the next request may be on its way.
-    """
+@pytest.fixture
+def streaming() -> Iterator[tuple[str, list[int]]]:
+    """A server that keeps connections open, and the ports from which requests came."""
     ports = []
 
     class Keeps(BaseHTTPRequestHandler):
@@ -58,9 +59,34 @@ def test_each_request_has_a_connection_of_its_own() -> None:
 
         def log_message(self, *_: object) -> None: ...
 
-    with HTTPServer(("127.0.0.1", 0), Keeps) as server:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Keeps) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        url = f"http://127.0.0.1:{server.server_port}"
-        assert [a.text for a in stream_all(url, [{}] * 3, concurrency=1)] == ["a"] * 3
+        yield f"http://127.0.0.1:{server.server_port}", ports
         server.shutdown()
+
+
+def test_each_request_has_a_connection_of_its_own(streaming: tuple[str, list[int]]) -> None:
+    """A server closes idle connections, and one that was stopped does so when it runs again, while
+    the next request may be on its way.
+    """
+    url, ports = streaming
+    assert [a.text for a in stream_all(url, [{}] * 3, concurrency=1)] == ["a"] * 3
     assert len(set(ports)) == 3
+
+
+def test_requests_arrive_at_their_times_of_a_clock_that_stood_still(
+    streaming: tuple[str, list[int]],
+) -> None:
+    began = time.perf_counter()
+
+    def clock() -> float:
+        """Stands still from 0.1 s to 0.4 s."""
+        real = time.perf_counter() - began
+        return min(real, 0.1) + max(real - 0.4, 0.0)
+
+    answers = stream_all(
+        streaming[0], [{}] * 3, concurrency=3, clock=clock, arrivals=[0.0, 0.05, 0.3]
+    )
+    first, second, third = (answer.began for answer in answers)
+    assert first + 0.05 <= second <= 0.1
+    assert first + 0.3 <= third < 0.5

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 from hypothesis import given
@@ -19,7 +21,8 @@ from hypothesis import strategies as st
 from sglang_c2t.checks import ConfigError
 from sglang_c2t.offline import compare as compare_module
 from sglang_c2t.offline.client import Streamed
-from sglang_c2t.offline.compare import MIXED, Arm, Run, answer_lengths, arms, ratio, verdict
+from sglang_c2t.offline.compare import MIXED, Load, answer_lengths, arms, arrivals
+from sglang_c2t.offline.compared import Arm, Run, goodput, ratio, verdict
 from sglang_c2t.offline.prompts import read_prompts
 from sglang_c2t.offline.turns import Turns
 
@@ -33,6 +36,7 @@ real = compare.start
 def start(argv, env, log):
     return real([sys.executable, "-m", "tests.offline.fake_sglang", *argv[3:]], env, log)
 compare.start = start
+compare.ARRIVE_SECONDS = 0.1
 from sglang_c2t.cli import main
 sys.exit(main(["compare", *sys.argv[1:]]))
 """
@@ -73,6 +77,62 @@ def test_compare_prints_each_server_at_each_load_and_that_outputs_agree(
     found = json.loads((prompts.parent / "out" / "compare.json").read_text())
     assert [len(one["loads"]["2"]["tokens_per_second"]) for one in found] == [2] * 4
     assert [len(one["planners"]) for one in found] == [0, 0, 0, 1]
+
+
+def test_compare_open_loops_print_requests_within_limits_and_goodput(prompts: Path) -> None:
+    open_loops = ("--rates", "100", "50", "--goodput", "ttft:9000", "tpot:9000", "--at-once")
+    done = run(prompts, *DRAFTING, options=(*open_loops, "--against", "1", "--side-by-side"))
+    assert done.returncode == 0, done.stderr
+    assert "% of requests within ttft 9000 ms, tpot 9000 ms" in done.stdout
+    for name in ("no speculation", "1 draft", "--c2t"):
+        assert re.search(rf"\n  {name} +100 \[100, 100\] +100 \[100, 100\] +100/s", done.stdout)
+    assert "All outputs are equal." in done.stdout
+    found = json.loads((prompts.parent / "out" / "compare.json").read_text())
+    assert [one["rates"]["50.0"]["within_limits"] for one in found] == [[1.0, 1.0]] * 3
+    assert not found[0]["loads"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--rates", "2"), "--rates and --goodput need each other"),
+        (("--goodput", "tpot:9"), "--rates and --goodput need each other"),
+        (("--rates", "0", "--goodput", "tpot:9"), "must be above 0"),
+        (("--rates", "2", "--goodput", "itl:9"), "'itl:9' is not ttft, tpot or e2el"),
+        (("--rates", "2", "--goodput", "tpot:fast"), "invalid _limit value: 'tpot:fast'"),
+    ],
+)
+def test_compare_wrong_rate_or_limit_is_an_error_that_names_it(
+    prompts: Path, options: tuple[str, ...], message: str
+) -> None:
+    done = run(prompts, *DRAFTING, options=options)
+    assert done.returncode == 2
+    assert message in done.stderr
+
+
+def test_compare_goodput_is_the_highest_rate_below_which_requests_keep_their_limits() -> None:
+    def taking(*seconds: float) -> Run:
+        return Run(9, [Streamed("a", 2, 0.0, s / 2, s, {}) for s in seconds])
+
+    slow, fast = taking(*[1.0] * 18, 3.0, 3.0), taking(*[1.0] * 19, 3.0)
+    assert (slow.within({"tpot": 500.0}), fast.within({"tpot": 500.0})) == (0.9, 0.95)
+    assert fast.within({"ttft": 1000.0, "e2el": 1000.0}) == 0.95
+    assert fast.within({"ttft": 1000.0, "e2el": 999.0}) == 0.0
+    server = Arm("a", [], arrived={4.0: [fast], 1.0: [fast], 2.0: [slow, fast, fast]})
+    assert goodput(server, {"tpot": 500.0}) == 4.0
+    server.arrived[2.0] = [slow, slow, fast]
+    assert goodput(server, {"tpot": 500.0}) == 1.0
+    assert goodput(server, {"tpot": 1.0}) == 0.0
+
+
+@given(st.floats(0.1, 50.0), st.integers(0, 99))
+def test_compare_requests_arrive_at_their_rate_in_bursts_if_asked(rate: float, seed: int) -> None:
+    even, bursty = (np.array(arrivals(rate, 400, shape, seed=seed)) for shape in (1.0, 0.1))
+    assert even[0] == 0.0
+    assert (np.diff(even) >= 0.0).all()
+    assert 0.7 < even[-1] * rate / 399 < 1.4
+    assert np.diff(bursty).std() > 1.5 * np.diff(even).std()
+    assert even.tolist() == arrivals(rate, 400, 1.0, seed=seed) != arrivals(rate, 400, 1.0, seed=-1)
 
 
 def test_compare_side_by_side_runs_in_turn_where_memory_is_short(prompts: Path) -> None:
@@ -150,7 +210,7 @@ def test_compare_drops_what_an_interrupt_cut(monkeypatch: pytest.MonkeyPatch, ov
     monkeypatch.setattr(compare_module, "stream_all", lambda *_args, **_more: [])
     server, turns = Arm("one", []), Turns({"one": 0})
     turns.over = over
-    compare_module._send(server, "", 1, [{}], turns)
+    compare_module._send(server, "", Load([{}], 1), turns)
     assert bool(server.runs) != over
 
 
