@@ -23,7 +23,7 @@ WANTED    := $(if $(LOCKED),-r $(LOCKED) --no-deps -e .,-e '.[dev,train]' $(if $
 COMPILE   := uv pip compile --quiet --universal --no-header --no-annotate --no-emit-index-url
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve bench ramp lossless soak test extended unit check lint types e2e models classifier \
+.PHONY: help setup demo serve bench lossless soak test extended unit check lint types e2e models classifier \
   tables parity parity-old patch unpatch patch-check lock docs dist clean
 
 help:  ## List the targets
@@ -72,9 +72,6 @@ serve: $(STAMP)  ## The real pair behind --c2t on port 30000: make serve [PORT=n
 bench: $(STAMP)  ## Benchmark of all methods and its report: make bench [CONFIG=file OUT=dir ARGS=...]
 	$(BIN)/python -m eval.run $(or $(CONFIG),eval/configs/chains.toml) --out $(or $(OUT),runs/bench) $(ARGS)
 	$(BIN)/python -m eval.report $(or $(OUT),runs/bench)
-
-ramp: $(STAMP)  ## The same on a load that climbs from 1 to 64 and falls: make ramp [OUT=dir ARGS=...]
-	$(MAKE) bench CONFIG=eval/configs/ramp.toml OUT=$(or $(OUT),runs/ramp) ARGS="$(ARGS)"
 
 lossless: $(STAMP)  ## Are outputs those without speculation? Thousands of requests: make lossless [ARGS=...]
 	$(BIN)/python -m eval.lossless $(ARGS)

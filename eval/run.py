@@ -223,12 +223,10 @@ def report(verdict: Verdict, console: Console, *, may_differ: bool = False) -> i
 def listing(config: BenchConfig, cells: Sequence[PlannedCell]) -> list[str]:
     """Lines that name the methods, the loads, and the amount of work."""
     names = {cell.key.method for cell in cells}
-    loads = sorted({(c.key.temperature, c.key.concurrency, c.prompts, bool(c.arrivals))
-                    for c in cells})  # fmt: skip
+    loads = sorted({(c.key.temperature, c.key.concurrency, c.prompts) for c in cells})
     return [
         *(f"{method.name}: {method.kind}" for method in config.methods if method.name in names),
-        *(f"temperature {t:g}, {c} at once{' at the top of a ramp' * ramp}: {n} prompts"
-          for t, c, n, ramp in loads),
+        *(f"temperature {t:g}, {c} at once: {n} prompts" for t, c, n in loads),
         amount(config, cells),
     ]  # fmt: skip
 

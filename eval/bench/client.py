@@ -15,7 +15,6 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -52,16 +51,6 @@ class Measured:
         return sum(request.output_len for request in self.requests)
 
     @property
-    def busy_s(self) -> float:
-        """Seconds with a request under way."""
-        busy = end = 0.0
-        for request in sorted(self.requests, key=lambda request: request.start_s):
-            answered = request.start_s + request.latency_s
-            busy += max(answered - max(end, request.start_s), 0.0)
-            end = max(end, answered)
-        return busy
-
-    @property
     def failures(self) -> list[Request]:
         """Requests without a whole answer."""
         return [request for request in self.requests if not request.success]
@@ -76,20 +65,16 @@ def measure(
     config: RequestConfig,
     log: Path,
     on_answer: Callable[[], None] = lambda: None,
-    arrivals: Sequence[float] = (),
 ) -> Measured:
-    """Send every sample once with its body, ``concurrency`` at a time, and keep the answers.
-
-    With ``arrivals`` (seconds, ascending) each is sent at its time. The client prints to ``log``.
+    """Send every sample once with its body, ``concurrency`` at a time, and keep the answers. The
+    client prints to ``log``.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of quantisation kernels that this machine lacks
         from sglang.benchmark import datasets, serving
 
     answers = _Answers(config.timeout_s, on_answer)
-    rows = _Rows(samples, bodies, config.max_new_tokens, arrivals or [0.0] * len(samples))
-    # Its command line has traces with timestamps for one kind of data set only.
-    paced = partial(serving.get_request, use_trace_timestamps=bool(arrivals))
+    rows = _Rows(samples, bodies, config.max_new_tokens)
     log.parent.mkdir(parents=True, exist_ok=True)
     with (
         log.open("a", encoding="utf-8") as sink,
@@ -97,10 +82,9 @@ def measure(
         contextlib.redirect_stderr(sink),
         mock.patch.dict(serving.ASYNC_REQUEST_FUNCS, {"sglang": answers.request}),
         mock.patch.dict(datasets.DATASET_MAPPING, {NAME: rows}),
-        mock.patch.object(serving, "get_request", paced),
     ):
         args = _arguments(serving, url, tokenizer, len(samples), config.stream)
-        args.max_concurrency = len(samples) if arrivals else concurrency
+        args.max_concurrency = concurrency
         result = serving.run_benchmark(args)
     return answers.measured(samples, result)
 
@@ -134,9 +118,8 @@ class _Rows:
         samples: Sequence[Sample],
         bodies: Sequence[dict[str, Any]],
         max_new_tokens: int,
-        arrivals: Sequence[float],
     ) -> None:
-        self._rows = list(zip(samples, bodies, arrivals, strict=True))
+        self._rows = list(zip(samples, bodies, strict=True))
         self._max_new_tokens = max_new_tokens
 
     def from_args(self, args: argparse.Namespace) -> _Rows:
@@ -153,9 +136,8 @@ class _Rows:
                 prompt_len=sample.prompt_len,
                 output_len=self._max_new_tokens,
                 extra_request_body={**body, _INDEX: index},
-                timestamp=1e3 * arrival,
             )
-            for index, (sample, body, arrival) in enumerate(self._rows)
+            for index, (sample, body) in enumerate(self._rows)
         ]
 
 

@@ -7,9 +7,7 @@ errors. ``eval/configs/gpu.toml`` explains each key.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
-import random
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -113,34 +111,14 @@ class RequestConfig:
 
 
 @dataclass(frozen=True, config=STRICT)
-class PhaseConfig:
-    """A stretch of a ramp: so many prompts, arriving at ``rate`` a second on average."""
-
-    prompts: Positive
-    rate: PositiveFloat
-
-
-@dataclass(frozen=True, config=STRICT)
 class LoadConfig:
-    """Loads at one temperature: numbers of requests at once, and of prompts for each.
-
-    With ``phases`` one load, a ramp: its requests arrive at given moments, whatever the server
-    does, so that its ``concurrency`` is only the expected maximum.
-    """
+    """Loads at one temperature: numbers of requests at once, and of prompts for each."""
 
     temperature: Annotated[float, Field(ge=0)]
     concurrency: Annotated[tuple[Positive, ...], Field(min_length=1)]
-    prompts: tuple[int, ...] = ()
-    phases: tuple[PhaseConfig, ...] = ()
+    prompts: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        if self.phases:
-            every = (sum(phase.prompts for phase in self.phases),)
-            if self.prompts not in ((), every):
-                raise ConfigError(
-                    f"the phases send {every[0]} prompts, got {list(self.prompts)}; drop prompts"
-                )
-            object.__setattr__(self, "prompts", every)
         if len(self.concurrency) != len(self.prompts):
             raise ConfigError(
                 "concurrency and prompts must be lists of one length, got "
@@ -153,14 +131,6 @@ class LoadConfig:
                 raise ConfigError(
                     f"{prompts} prompts never reach {at_once} at once; give at least {at_once}"
                 )
-
-    def arrivals(self, seed: str) -> tuple[float, ...]:
-        """Seconds at which prompts arrive, in each phase as a Poisson process; () in a ladder,
-        where the end of one request sends the next.
-        """
-        rng = random.Random(seed)
-        gaps = (rng.expovariate(p.rate) for p in self.phases for _ in range(p.prompts))
-        return tuple(itertools.accumulate(gaps))
 
 
 @dataclass(frozen=True, config=STRICT)

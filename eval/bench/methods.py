@@ -28,11 +28,10 @@ from eval.smollm2.weighted import weighted_target
 
 @dataclass(frozen=True)
 class PlannedCell:
-    """A cell to measure, how many prompts it gets, and in a ramp when these arrive (seconds)."""
+    """A cell to measure, and how many prompts it gets."""
 
     key: CellKey
     prompts: int
-    arrivals: tuple[float, ...] = ()
 
 
 def launches(config: BenchConfig, folder: Path) -> dict[str, Launch]:
@@ -162,13 +161,10 @@ def plan(
     cells = []
     for repeat in range(config.repeats):
         for load in config.load:
-            arrivals = load.arrivals(f"{config.seed}/arrivals/{repeat}")  # the same for all methods
             for concurrency, prompts in zip(load.concurrency, load.prompts, strict=True):
                 order = rng.sample(names, len(names))  # drawn for all, so --only changes nothing
                 cells += [
-                    PlannedCell(
-                        CellKey(name, load.temperature, concurrency, repeat), prompts, arrivals
-                    )
+                    PlannedCell(CellKey(name, load.temperature, concurrency, repeat), prompts)
                     for name in order
                     if (not only or name in only) and (not at_once or concurrency in at_once)
                 ]

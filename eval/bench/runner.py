@@ -206,13 +206,12 @@ class Runner:
             self.config.requests,
             self.folder / "logs" / "client.log",
             on_answer,
-            cell.arrivals,
         )
         busy = _cpu_seconds(server) - busy
         after = server.internal_state()
         clock = decoding(since(state[KEY], after[KEY])) if KEY in after else None
         seconds, tokens = (
-            (measured.busy_s, measured.output_tokens)
+            (measured.duration_s, measured.output_tokens)
             if clock is None
             else (clock.seconds, clock.tokens)
         )

@@ -12,13 +12,13 @@ from eval.report.intervals import LEVEL, NUM_RESAMPLES
 from eval.report.page import Fold, Report
 from eval.report.results import Results
 from eval.report.verdict import (
+    UNIT,
     escaped,
     failure_sentence,
     headline,
     highlighted,
     metric_sentence,
     output_sentence,
-    rate_of,
     speedups,
 )
 
@@ -85,7 +85,7 @@ def _answer(found: Report, results: Results, temperature: float) -> Iterator[str
         return
     yield found.show(ratio_chart(
         f"speedup-t{temperature:g}", series, highlighted(results, temperature),
-        str(results.baseline), f"times {rate_of(results, temperature)[1]}",
+        str(results.baseline), f"times {UNIT}",
         f"Speed-up over no speculation by requests at once, temperature {temperature:g}",
     ))  # fmt: skip
     if points := tables.pareto_points(results, temperature):
@@ -93,10 +93,7 @@ def _answer(found: Report, results: Results, temperature: float) -> Iterator[str
             f"pareto-t{temperature:g}", points, highlighted(results, temperature),
             f"Throughput and speed of each request, temperature {temperature:g}",
         ))  # fmt: skip
-    if results.is_ramp(temperature):
-        yield tables.every_load_table(results, temperature)
-    else:
-        yield tables.load_table(results, temperature)
+    yield tables.load_table(results, temperature)
 
 
 def bullets(items: Sequence[str]) -> str:

@@ -60,11 +60,6 @@ class Results:
         """Concurrencies measured at this temperature."""
         return sorted(self.cells[self.cells.temperature == temperature].concurrency.unique())
 
-    def is_ramp(self, temperature: float) -> bool:
-        """Whether requests arrive at given moments, whatever the server does."""
-        loads = self.run.config.get("load", ())
-        return any(x.get("phases") for x in loads if x["temperature"] == temperature)
-
     def of(
         self, method: str, temperature: float, load: int | None = None, *, answers: bool = False
     ) -> pd.DataFrame:
@@ -84,7 +79,7 @@ class Results:
                 cells.pivot(index="repeat", columns="method", values=rate)
             ).reindex(columns=list(self.kinds))
             for (temperature, load), cells in loads
-            for rate in ("speed", "promptness", "decode", "thrift")
+            for rate in ("speed", "decode", "thrift")
         }
 
     def speed(
@@ -196,7 +191,6 @@ def _failures(cell: Cell) -> str:
 
 
 def _cell_row(cell: Cell) -> dict[str, Any]:
-    latencies = [request.latency_s for request in cell.requests if request.success]
     rows = [cell.work.get(name, math.nan) for name in ("target_decode_rows", "verify_rows")]
     clock = cell.clock
     return {
@@ -206,7 +200,6 @@ def _cell_row(cell: Cell) -> dict[str, Any]:
         "speed": (_full_load_rate(cell) if clock else cell.tokens_per_second) or math.nan,
         "decode": clock["tokens"] / clock["seconds"] if clock else math.nan,
         "thrift": cell.output_tokens / cell.cpu_seconds if cell.cpu_seconds else math.nan,
-        "promptness": len(latencies) / sum(latencies) if latencies else math.nan,
         "failures": _failures(cell),
         "draft_forwards": cell.work.get("draft_forwards", math.nan),
         "verify_rows": rows[1],

@@ -11,7 +11,7 @@ import pandas as pd
 from eval.bench.records import flat
 from eval.report.intervals import Estimate
 from eval.report.results import UNKNOWN_DRAFTS, Results
-from eval.report.verdict import escaped, leader, rate_of, speedups
+from eval.report.verdict import UNIT, escaped, leader, speedups
 
 ABSENT = "-"
 FAILED = " †"
@@ -134,15 +134,15 @@ def speed_tables(results: Results, temperature: float) -> Iterator[str]:
 
 def every_load_table(results: Results, temperature: float) -> str:
     """Tau, gamma, latency percentiles and step times of every method at every load."""
-    rows, (rate, unit) = {}, rate_of(results, temperature)
+    rows = {}
     times = {"first token": "ttft_s", "per token": "per_token_s", "request": "latency_s"}
     for c in results.loads(temperature):
-        static = results.best_static(temperature, c, rate)
+        static = results.best_static(temperature, c)
         for name in results.kinds:
             answers = results.of(name, temperature, c, answers=True)
             row = {
-                "speed-up": over(results, name, results.baseline, temperature, c, rate),
-                "over best static": over(results, name, static, temperature, c, rate),
+                "speed-up": over(results, name, results.baseline, temperature, c),
+                "over best static": over(results, name, static, temperature, c),
                 "request, mean ms": number(1e3 * answers.latency_s.mean(), 1),
                 **{f"{label}, ms, {q:.0%}": number(1e3 * answers[column].quantile(q), 1)
                    for label, column in times.items() for q in (0.5, 0.95, 0.99)},
@@ -155,7 +155,7 @@ def every_load_table(results: Results, temperature: float) -> str:
             rows[f"{c}, {escaped(name)}"] = row
     return markdown(
         f"Every load, temperature {temperature:g}", rows,
-        f"speed-up: times {unit}. Percentiles over the requests of all repeats. step: by "
+        f"speed-up: times {UNIT}. Percentiles over the requests of all repeats. step: by "
         "the server's step clock.",
         head="at once, method",
     )  # fmt: skip

@@ -9,6 +9,9 @@ from collections.abc import Iterable, Sequence
 from eval.report.intervals import Estimate
 from eval.report.results import Results
 
+#: Unit of a ratio to no speculation.
+UNIT = "the tokens/s of no speculation"
+
 #: Verdict of a ratio to no speculation, in words.
 WORDS = {
     "win": "pays",
@@ -23,25 +26,14 @@ def escaped(text: object) -> str:
     return re.sub(r"([\\`*_<>|&\[\]])", r"\\\1", str(text))
 
 
-def rate_of(results: Results, temperature: float) -> tuple[str, str]:
-    """The column by which methods are compared, and the unit of its ratios.
-
-    A ramp sends every method the same requests at the same moments, so their time is compared.
-    """
-    if results.is_ramp(temperature):
-        return "promptness", "as fast as no speculation (mean time of a request)"
-    return "speed", "the tokens/s of no speculation"
-
-
 def best_of(results: Results, names: Iterable[str], temperature: float) -> str | None:
     """The fastest over all loads; ``None`` if none of them answered.
 
     A method measured at more loads comes first: others may lack the loads where they are slow.
     """
-    rate, _ = rate_of(results, temperature)
     lead = {}
     for name in names:
-        speeds = [results.speed(name, temperature, c, rate) for c in results.loads(temperature)]
+        speeds = [results.speed(name, temperature, c) for c in results.loads(temperature)]
         if logs := [math.log(speed.value) for speed in speeds if speed is not None]:
             lead[name] = (len(logs), sum(logs))
     return max(lead, key=lead.__getitem__, default=None)
@@ -63,9 +55,8 @@ def highlighted(results: Results, temperature: float) -> list[str]:
 
 def speedups(results: Results, method: str, temperature: float) -> dict[int, Estimate]:
     """Ratios to no speculation by concurrency, where both were measured."""
-    rate, _ = rate_of(results, temperature)
-    found = {c: results.ratio(method, results.baseline, temperature, c, rate)
-             for c in results.loads(temperature)}  # fmt: skip
+    loads = results.loads(temperature)
+    found = {c: results.ratio(method, results.baseline, temperature, c) for c in loads}
     return {c: ratio for c, ratio in found.items() if ratio is not None}
 
 
@@ -83,14 +74,13 @@ def headline(results: Results, temperature: float) -> str:
         if (loads := [c for c, ratio in ratios.items() if ratio.verdict == verdict])
     ]
     most, least = (pick(ratios, key=lambda c: ratios[c].value) for pick in (max, min))
-    unit = rate_of(results, temperature)[1]
-    extent = f"{ratios[most].text()} times {unit}"
+    extent = f"{ratios[most].text()} times {UNIT}"
     overall = results.ratio(name, results.baseline, temperature, None)
     if most != least:
         ends = f"{ratios[most].text()} at {most} at once to {ratios[least].text()} at {least}"
-        extent = f"{ends} times {unit}"
+        extent = f"{ends} times {UNIT}"
         if overall is not None:
-            extent = f"{overall.text()} times {unit} over all loads, from {ends}"
+            extent = f"{overall.text()} times {UNIT} over all loads, from {ends}"
     return f"**{escaped(name)} {joined(clauses)}**: {extent}."
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +110,6 @@ def run(
     prompts: list[str],
     concurrency: int = 8,
     on_answer: Any = lambda: None,
-    arrivals: Sequence[float] = (),
 ) -> Measured:
     samples = [Sample("math", prompt, 7) for prompt in prompts]
     bodies = [
@@ -119,7 +118,7 @@ def run(
     ]
     log = folder / "logs" / "client.log"
     config = RequestConfig()
-    return measure(url, str(TARGET), samples, concurrency, bodies, config, log, on_answer, arrivals)
+    return measure(url, str(TARGET), samples, concurrency, bodies, config, log, on_answer)
 
 
 def test_answers_are_in_the_order_of_prompts_whoever_ends_first(
@@ -155,22 +154,6 @@ def test_answers_are_in_the_order_of_prompts_whoever_ends_first(
     assert json.loads(json.dumps(result.client)) == result.client
     assert capsys.readouterr().out == ""
     assert "Serving Benchmark Result" in (tmp_path / "logs" / "client.log").read_text()
-
-
-def test_requests_that_arrive_wait_for_no_other_and_gaps_are_not_busy(
-    fake: tuple[FakeServer, str], tmp_path: Path
-) -> None:
-    """Three of at least 0.3 s come within 0.2 s, the last a second later."""
-    server, url = fake
-    arrivals = (5.0, 5.1, 5.2, 6.4)
-    result = run(url, tmp_path, [f"p{i} t30" for i in range(4)], 1, arrivals=arrivals)
-    assert server.most_under_way == 3
-    for request, at in zip(result.requests, arrivals, strict=True):
-        assert request.start_s == pytest.approx(at - 5.0, abs=0.25)
-    *first, last = result.requests
-    gap = last.start_s - max(request.start_s + request.latency_s for request in first)
-    assert gap > 0.2
-    assert 0.6 < result.busy_s < result.duration_s - gap + 0.05
 
 
 @pytest.mark.parametrize(

@@ -7,16 +7,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from eval.bench import config as module
-from eval.bench.config import LoadConfig, PhaseConfig, as_dict, changed, read_config
+from eval.bench.config import as_dict, changed, read_config
 from sglang_c2t.config import ConfigError
 from tests.eval.bench_configs import config
 
 CONFIGS = Path(__file__).parents[2] / "eval" / "configs"
-RAMP = [{"prompts": 6, "rate": 2.0}, {"prompts": 2, "rate": 0.5}]
 
 
 def load(**keys: Any) -> dict[str, Any]:
@@ -51,11 +49,6 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "lists of two lengths": (load(prompts=[8, 9]), r"load\[0\]: .*lists of one length"),
     "fewer prompts than at once": (load(prompts=[4]), "4 prompts never reach 8 at once"),
     "more prompts than there are": (load(prompts=[9]), "asks for 9 prompts, dataset.parts give 8"),
-    "prompts beside phases": (load(prompts=[9], phases=RAMP), r"phases send 8 prompts, got \[9\]"),
-    "phase without a rate": (
-        load(phases=[{"prompts": 6, "rate": 0.0}]),
-        r"load\[0\]\.phases\[0\]\.rate: .*greater than 0; got 0",
-    ),
     "adaptive with an unsupported draft": (
         {"model__algorithm": "STANDALONE", **methods({"kind": "adaptive"})},
         "serves EAGLE and EAGLE3 drafts, got model.algorithm STANDALONE",
@@ -76,18 +69,6 @@ def test_methods_are_named_by_policy_and_beta() -> None:
     made = config()
     assert [m.name for m in made.methods][2:5] == ["c2t", "dyjoint beta 0.2", "dyjoint beta 0.5"]
     assert changed(made, repeats=2) == made
-
-
-def test_ramp_arrives_as_a_poisson_process_at_the_rates_of_its_phases() -> None:
-    """The mean gap of a Poisson process is one over the rate, and so is its deviation."""
-    phases = (PhaseConfig(prompts=2000, rate=4.0), PhaseConfig(prompts=2000, rate=0.5))
-    ramp = LoadConfig(temperature=0.0, concurrency=(8,), phases=phases)
-    assert ramp.prompts == (4000,)
-    gaps = np.diff(ramp.arrivals("a"), prepend=0.0)
-    for mean, here in ((0.25, gaps[:2000]), (2.0, gaps[2000:])):
-        assert here.mean() == pytest.approx(mean, rel=0.1)
-        assert here.std() == pytest.approx(mean, rel=0.15)
-    assert ramp.arrivals("a") == ramp.arrivals("a") != ramp.arrivals("b")
 
 
 def test_file_that_is_no_toml_is_named(tmp_path: Path) -> None:

@@ -46,16 +46,6 @@ def test_methods_take_turns_on_a_rung_in_an_order_that_changes() -> None:
     assert plan(config(repeats=6)) == cells, "the order is seeded"
 
 
-def test_ramps_requests_arrive_alike_for_all_methods_of_a_repeat() -> None:
-    ramp = {"temperature": 0.0, "concurrency": [4], "phases": [{"prompts": 8, "rate": 2.0}]}
-    cells = plan(config(load=[ramp]))
-    assert {(c.key.concurrency, c.prompts, len(c.arrivals)) for c in cells} == {(4, 8, 8)}
-    seen = {repeat: {c.arrivals for c in cells if c.key.repeat == repeat} for repeat in (0, 1)}
-    assert [len(arrivals) for arrivals in seen.values()] == [1, 1]
-    assert seen[0] != seen[1]
-    assert not any(c.arrivals for c in plan(config()))
-
-
 @pytest.mark.parametrize("repeats", [2, 4, 9])
 def test_servers_that_run_together_start_anew_for_each_repeat_in_an_order_that_turns(
     tmp_path: Path, repeats: int

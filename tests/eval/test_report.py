@@ -248,26 +248,6 @@ def test_headline_states_verdict_with_its_interval(case: str, tmp_path: Path) ->
         assert rows["16"]["c2t-plus"].endswith(" loss")
 
 
-def test_ramp_compares_times_of_requests(tmp_path: Path) -> None:
-    """A method that answers in half the time gains 2, at any tokens per second."""
-
-    def edit(cell: Cell) -> Cell:
-        seconds = {BASELINE: 4.0, "fixed 3": 5.0, "c2t-plus": 2.0}[cell.method]
-        requests = tuple(replace(r, latency_s=seconds, ttft_s=0.1) for r in cell.requests)
-        return replace(cell, requests=requests, tokens_per_second=50.0)
-
-    folder = write_made_run(tmp_path, methods=FEW, loads=ONE_LOAD, edit=edit)
-    text = json.loads((folder / "run.json").read_text())
-    text["config"]["load"][0]["phases"] = [{"prompts": 12, "rate": 1.5}]
-    (folder / "run.json").write_text(json.dumps(text))
-    assert command.main([str(folder)]) == 0
-    rows = page_table(folder, "Every load, temperature 0")
-    assert rows["4, c2t-plus"]["speed-up"].split(" ")[0] == "2.00"
-    assert rows["4, c2t-plus"]["request, mean ms"] == "2000.0"
-    assert rows["4, fixed 3"]["speed-up"].split(" ")[0] == "0.80"
-    assert "2.00 [2.00, 2.00] times as fast as no speculation" in Page(folder / "report.html").text
-
-
 def test_neighbouring_loads_are_a_span() -> None:
     every = [1, 2, 4, 8, 16]
     assert [span(some, every) for some in ([1, 2, 4], [2, 4], [1, 2, 8], every)] == [
