@@ -13,13 +13,13 @@ REPOSITORY = Path(__file__).parent.parent
 
 #: Lines of Python by folder, folders below it that have a budget of their own not counted.
 LINES = {
-    "eval": 1167,
+    "eval": 1156,
     "eval/baselines": 700,
-    "eval/bench": 1920,
+    "eval/bench": 1866,
     "eval/demo_models": 1110,
     "eval/gpu": 1700,
     "eval/lossless": 1610,
-    "eval/report": 1350,
+    "eval/report": 1160,
     "eval/smollm2": 1025,
     "eval/soak": 1140,
     "eval/tables": 750,
@@ -45,7 +45,7 @@ LINES = {
     "tests/draft": 1730,
     "tests/e2e": 5045,
     "tests/emulated": 5060,
-    "tests/eval": 5735,
+    "tests/eval": 5540,
     "tests/kernels": 2110,
     "tests/offline": 1892,
     "tests/patches": 510,

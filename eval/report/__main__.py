@@ -1,12 +1,11 @@
 """Report of a benchmark run: one HTML page, and Markdown with its plots.
 
     python -m eval.report DIR [--out FOLDER]                      report.html, report.md, plots/
-    python -m eval.report compare A B [--out FOLDER]              compare.html, compare.md, plots/
     python -m eval.report figure compare.json                     compare.svg, beside it
 
 Reads what ``python -m eval.run`` wrote, also while it still runs; ``figure`` reads what ``python -m
 sglang_c2t compare`` wrote. Every number is computed from the records; nothing is measured here.
-FOLDER is DIR, or compare in B, unless given.
+FOLDER is DIR unless given.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from statistics import median
 
 from eval.bench.records import RecordError
 from eval.report.charts import pareto_chart
-from eval.report.compare import compare
 from eval.report.report import report
 from eval.report.results import load
 from sglang_c2t.files import write_texts
@@ -49,24 +47,20 @@ def figure(results: Path) -> list[Path]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Write a report; 0, or 2 if there is nothing to report on."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    comparing, drawing = argv[:1] == ["compare"], argv[:1] == ["figure"]
+    drawing = argv[:1] == ["figure"]
     parser = argparse.ArgumentParser(
         "python -m eval.report", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    for name in ("A", "B") if comparing else ("DIR",):
-        parser.add_argument(name, type=Path, help="what was measured")
+    parser.add_argument("DIR", type=Path, help="what was measured")
     if not drawing:
         parser.add_argument("--out", type=Path, metavar="FOLDER", help="where to write")
-    args = parser.parse_args(argv[comparing or drawing :])
+    args = parser.parse_args(argv[drawing:])
     try:
         if drawing:
             written = figure(args.DIR)
-        elif comparing:
-            made = compare(load(args.A), load(args.B), (str(args.A), str(args.B)))
-            written = made.write(args.out or args.B / "compare", "compare")
         else:
-            written = report(load(args.DIR)).write(args.out or args.DIR, "report")
+            written = report(load(args.DIR)).write(args.out or args.DIR)
     except (RecordError, OSError) as error:
         print(f"eval.report: error: {error}", file=sys.stderr)
         return 2

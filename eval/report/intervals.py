@@ -6,7 +6,6 @@ Legend: Q prompts, S resamples.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
@@ -14,7 +13,6 @@ from typing import Literal
 import numpy as np
 import pandas as pd
 from scipy.stats import t as student
-from scipy.stats import ttest_ind
 
 from sglang_c2t.offline.curves import Array, interval, resamples
 
@@ -45,9 +43,9 @@ class Estimate:
             return ""
         return "win" if self.low > 1 else "loss" if self.high < 1 else "tie"
 
-    def text(self, digits: int = 2, sign: str = "") -> str:
-        """``2.31 [2.25, 2.38]``, or the number alone; ``sign`` "+" for differences."""
-        value, low, high = (f"{x:{sign}.{digits}f}" for x in (self.value, self.low, self.high))
+    def text(self, digits: int = 2) -> str:
+        """``2.31 [2.25, 2.38]``, or the number alone."""
+        value, low, high = (f"{x:.{digits}f}" for x in (self.value, self.low, self.high))
         return f"{value} [{low}, {high}]" if self.has_interval else value
 
 
@@ -83,37 +81,18 @@ def paired_ratio(logs: pd.DataFrame, method: str, other: str) -> Estimate | None
     return Estimate(math.exp(mean), math.exp(mean - half), math.exp(mean + half), n)
 
 
-def unpaired_ratio(above: Sequence[float], below: Sequence[float]) -> Estimate:
-    """Ratio of two independent sets of speeds: Welch's interval on logarithms."""
-    ups, downs = np.log(above), np.log(below)
-    mean, n = float(ups.mean() - downs.mean()), min(len(ups), len(downs))
-    if n < 2:
-        return Estimate(math.exp(mean), n=n)
-    if ups.var() + downs.var() == 0:
-        return Estimate(math.exp(mean), math.exp(mean), math.exp(mean), n)
-    low, high = ttest_ind(ups, downs, equal_var=False).confidence_interval(LEVEL)
-    return Estimate(math.exp(mean), math.exp(low), math.exp(high), n)
+def tau_gamma(counts: pd.DataFrame) -> tuple[Estimate, Estimate] | None:
+    """Accept length tau and drafts per verification gamma; ``None`` if nothing was verified.
 
-
-def tau_gamma(
-    counts: pd.DataFrame, other: pd.DataFrame | None = None, *, paired: bool = True
-) -> tuple[Estimate, Estimate] | None:
-    """Accept length tau and drafts per verification gamma, less those of ``other`` if given.
-
-    ``counts`` has one row per prompt: family, verify, correct, proposed. ``paired``: both hold the
-    same prompts, so each resample draws the same ones of both. ``None`` if nothing was verified.
+    ``counts`` has one row per prompt: family, verify, correct, proposed.
     """
-    runs = [counts] if other is None else [counts, other]
-    if not all(run.verify.sum() for run in runs):
+    if not counts.verify.sum():
         return None
-    values = []
-    for i, run in enumerate(runs):
-        draws = _draws(tuple(run.family), seed=0 if paired else i)
-        weights = np.vstack([np.ones(len(run)), draws])  # [1 + S, Q], each prompt once, then drawn
-        sums = weights @ run[["verify", "correct", "proposed"]].to_numpy(dtype=float)
-        with np.errstate(invalid="ignore", divide="ignore"):
-            values.append(sums[:, 1:] / sums[:, :1] + [1.0, 0.0])
-    lengths = values[0] if other is None else values[0] - values[1]
+    # [1 + S, Q]: each prompt once, then drawn.
+    weights = np.vstack([np.ones(len(counts)), _draws(tuple(counts.family))])
+    sums = weights @ counts[["verify", "correct", "proposed"]].to_numpy(dtype=float)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        lengths = sums[:, 1:] / sums[:, :1] + [1.0, 0.0]
     tau, gamma = (
         Estimate(float(x[0]), *(interval(x[1:], LEVEL) if np.isfinite(x).all() else ()))
         for x in lengths.T
@@ -122,6 +101,6 @@ def tau_gamma(
 
 
 @lru_cache
-def _draws(families: tuple[str, ...], seed: int = 0) -> Array:
+def _draws(families: tuple[str, ...]) -> Array:
     """The same resamples for every method, so that their intervals compare."""
-    return resamples(families, NUM_RESAMPLES, seed)
+    return resamples(families, NUM_RESAMPLES, seed=0)

@@ -56,7 +56,7 @@ class Report:
         self.charts[chart.name] = chart
         return f"![{chart.alt}](plots/{chart.name}.svg)\n\n*{chart.caption}*"
 
-    def write(self, folder: Path, stem: str) -> list[Path]:
+    def write(self, folder: Path) -> list[Path]:
         """Write page, Markdown and plots, all or none; the paths of the first two."""
         environment = Environment(loader=FileSystemLoader(FOLDER), autoescape=True)
         environment.filters["html"] = self._html
@@ -66,7 +66,7 @@ class Report:
         text = "\n\n".join((f"# {self.title}", *self.answer, *details)) + "\n"
         (folder / "plots").mkdir(parents=True, exist_ok=True)
         plots = {folder / "plots" / f"{n}.svg": c.wide + "\n" for n, c in self.charts.items()}
-        texts = {folder / f"{stem}.html": page, folder / f"{stem}.md": text}
+        texts = {folder / "report.html": page, folder / "report.md": text}
         write_texts(plots | texts)
         return list(texts)
 

@@ -35,13 +35,13 @@ def markdown(
     return f"**{title}**\n\n{text}" + (f"\n\n{note}" if note else "")
 
 
-def ratio_text(ratio: Estimate | None, win: str = "", loss: str = "loss") -> str:
+def ratio_text(ratio: Estimate | None) -> str:
     """A ratio: bold for a win; a loss and a tie say so."""
     if ratio is None:
         return ABSENT
-    words = {"win": win, "loss": loss, "tie": "tie", "": ""}[ratio.verdict]
-    text = f"{ratio.text()} {words}".rstrip()
-    return f"**{text}**" if ratio.verdict == "win" else text
+    if ratio.verdict == "win":
+        return f"**{ratio.text()}**"
+    return f"{ratio.text()} {ratio.verdict}".rstrip()
 
 
 def number(value: float, digits: int = 2) -> str:

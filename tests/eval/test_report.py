@@ -76,9 +76,9 @@ class Page(HTMLParser):
             self.text += data
 
 
-def page_table(folder: Path, title: str, stem: str = "report") -> dict[str, dict[str, str]]:
+def page_table(folder: Path, title: str) -> dict[str, dict[str, str]]:
     """Texts of a table of the page by row and column."""
-    head, *rows = Page(folder / f"{stem}.html").tables[title]
+    head, *rows = Page(folder / "report.html").tables[title]
     return {row[0]: dict(zip(head[1:], row[1:], strict=True)) for row in rows}
 
 
