@@ -3,7 +3,7 @@
 The real pair's lie in a folder of their own and judge that pair alone. The demo models' judge every
 other one: each draft kind drafts full chains of ten behind every token of answers to prompts that
 no table and no demo uses, and the three recordings are pooled, so that the classifiers have seen
-three calibrations. The same with trees, fewer prompts, for the classifiers that trees use.
+three drafts. The same with trees, fewer prompts, for the classifiers that trees use.
 """
 
 from __future__ import annotations

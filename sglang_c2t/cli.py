@@ -47,8 +47,6 @@ class _Parser(argparse.ArgumentParser):
             if isinstance(action, argparse._SubParsersAction):
                 for name, command in action.choices.items():
                     names |= {name, *command._names()}
-            elif action.choices is not None:
-                names |= set(action.choices)
         return names
 
 
@@ -165,12 +163,6 @@ def _add_training(commands: Any) -> None:
     train.add_argument("--recipe", default="c2t", help="what to train; default: %(default)s")
     train.add_argument("--fine-tune", metavar="FILE", help="start from this classifier")
     train.add_argument("--steps", type=int, help="default: 10000, fine-tuning 1000")
-    train.add_argument(
-        "--calibration",
-        choices=("none", "temperature", "isotonic"),
-        default="none",
-        help="fitted on held-out prompts; default: %(default)s",
-    )
     train.add_argument("--mix-drafts", action="store_true", help="admit several draft models")
     train.add_argument("--seed", type=int, default=0, help="default: 0")
     train.set_defaults(run=_train)
@@ -388,7 +380,7 @@ def _top(args: argparse.Namespace) -> int:
 
 
 def _train(args: argparse.Namespace) -> int:
-    _require_extra("rich", *(["scipy"] if args.calibration == "isotonic" else []))
+    _require_extra("rich")
     from sglang_c2t.classifier.checkpoint import load_classifier, require_suffix, save_classifier
     from sglang_c2t.classifier.recording import read_recording
     from sglang_c2t.offline.train import FINE_TUNE, TrainSettings, recipe_named, train_classifier
@@ -402,7 +394,6 @@ def _train(args: argparse.Namespace) -> int:
         read_recording(*args.recording, mix_drafts=args.mix_drafts),
         recipe_named(args.recipe),
         settings=settings,
-        calibration=args.calibration,
         start=start,
         show_progress=True,
     )
@@ -424,7 +415,6 @@ def _evaluate(args: argparse.Namespace) -> int:
     lines = evaluate(
         read_recording(*args.recording, mix_drafts=args.mix_drafts),
         args.classifier,
-        args.recording,
         accept_length=args.accept_length,
         others=args.policies,
     )

@@ -1,1 +1,1 @@
-"""The C2T classifier: features, model, file, calibration and recordings."""
+"""The C2T classifier: features, model, file and recordings."""

@@ -10,8 +10,7 @@ Card, all keys required::
      "label": "survives", "features": {...FeatureSpec...}, "training": {...provenance...}}
 
 ``sizes`` are those of the hidden layers. ``label`` is the event that the confidence predicts: the
-token and all before it are accepted. A classifier with isotonic calibration has two more tensors,
-the knots ``calibration.x`` and ``.y``. ``training`` holds, among others, the ``origins`` of the
+token and all before it are accepted. ``training`` holds, among others, the ``origins`` of the
 recordings, with their pairs (:mod:`~sglang_c2t.classifier.pair`).
 
 The package ships classifiers trained on several pairs, and in one folder per pair those of one.
@@ -32,7 +31,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from sglang_c2t.checks import MAX_NUMBER, ConfigError, is_whole, parse_json, shown
-from sglang_c2t.classifier.calibration import Isotonic
 from sglang_c2t.classifier.features import FeatureSpec, feature_matrix
 from sglang_c2t.classifier.model import ConfidenceNet
 from sglang_c2t.classifier.pair import Pair, learnt_from
@@ -62,22 +60,17 @@ class Classifier:
     net: ConfidenceNet
     features: FeatureSpec
     training: dict[str, Any]
-    isotonic: Isotonic | None = None
     name: str = ""
     """The name of a shipped classifier, otherwise the name of the file."""
 
     @torch.inference_mode()
     def confidence(self, layer: DraftLayer) -> Tensor:
         """[B] float32 in [0, 1]: probability that the target accepts each token."""
-        logits = self.net(feature_matrix(self.features.names, layer))
-        confidence = torch.sigmoid(logits)
-        return confidence if self.isotonic is None else self.isotonic(confidence)
+        return torch.sigmoid(self.net(feature_matrix(self.features.names, layer)))
 
     def to(self, device: torch.device | str) -> Classifier:
         """Move to ``device``, in place as networks do; a copy while serving would be too late."""
         self.net.to(device)
-        if self.isotonic is not None:
-            self.isotonic = self.isotonic.to(device)
         return self
 
 
@@ -98,8 +91,6 @@ def save_classifier(classifier: Classifier, path: str | os.PathLike[str]) -> Non
         "training": classifier.training,
     }
     tensors = {name: t.detach().cpu().contiguous() for name, t in net.state_dict().items()}
-    if classifier.isotonic is not None:
-        tensors["calibration.x"], tensors["calibration.y"] = classifier.isotonic
     text = json.dumps(card, indent=2, sort_keys=True) + "\n"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -131,14 +122,11 @@ def load_classifier(name: str | os.PathLike[str]) -> Classifier:
     source = f"c2t classifier {path}"
     card = _read_card(path.with_suffix(".json"), source)
     features = FeatureSpec.from_card(card["features"], source=source)
-    tensors = _read_weights(path, source)
-    isotonic = _isotonic(tensors, source)
-    net = _network(card, features, tensors, source)
+    net = _network(card, features, _read_weights(path, source), source)
     return Classifier(
         net=net,
         features=features,
         training=card["training"],
-        isotonic=isotonic,
         name=str(name) if found else path.name,
     )
 
@@ -160,25 +148,6 @@ def shipped_for(pair: Pair | None) -> str | None:
         if learnt_from(_read_card(card, f"c2t classifier {card}")["training"], pair) == "this pair":
             return card.parent.name
     return None
-
-
-def _isotonic(tensors: dict[str, Tensor], source: str) -> Isotonic | None:
-    """Remove the knots from ``tensors`` and return them; ``None`` without knots."""
-    knots = [tensors.pop(key) for key in ("calibration.x", "calibration.y") if key in tensors]
-    if not knots:
-        return None
-    # Any comparison with nan is false.
-    if (
-        [k.dim() for k in knots] != [1, 1]
-        or not 2 <= len(knots[0]) == len(knots[1])
-        or not bool((knots[0].diff() > 0).all())
-        or not all(bool(((k >= 0) & (k <= 1)).all()) for k in knots)
-    ):
-        raise ConfigError(
-            f"{source}: calibration.x must ascend, and calibration.y be as long, both in [0, 1]; "
-            "train it again"
-        )
-    return Isotonic(*knots)
 
 
 def _network(

@@ -43,12 +43,6 @@ class ConfidenceNet(nn.Module):
         first.weight.div_(std)
         first.bias.sub_(first.weight @ mean)
 
-    @torch.no_grad()
-    def absorb_temperature(self, temperature: float) -> None:
-        """Divide all logits by ``temperature`` from now on."""
-        self.out.weight.div_(temperature)
-        self.out.bias.div_(temperature)
-
 
 def num_parameters(model: nn.Module) -> int:
     """Return the number of trainable parameters; 241 for the paper's sizes."""

@@ -40,7 +40,7 @@ def classifier_facts(policy: Any, pair: Pair | None) -> dict[str, Any] | None:
         return None
     facts = classifier.training
     names = {f"{origin.get('draft')} for {origin.get('target')}" for origin in origins_of(facts)}
-    quality = ("heldout_auc", "heldout_ece", "calibration", "trained_on")
+    quality = ("heldout_auc", "heldout_ece", "trained_on")
     return {
         "name": classifier.name,
         "learnt_from": learnt_from(facts, pair),

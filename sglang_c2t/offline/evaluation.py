@@ -28,7 +28,6 @@ from sglang_c2t.config import C2TConfig, ConfigError
 from sglang_c2t.offline.curves import ODDS_GRID, Array, Curve, everyone, interval, resamples, sweep
 from sglang_c2t.offline.replay import Chains, Outcome, replay
 from sglang_c2t.offline.scores import auc, expected_calibration_error
-from sglang_c2t.offline.train import recipe_of
 from sglang_c2t.policies import build_policy, policy_of
 from sglang_c2t.policies.base import ChainPolicy
 from sglang_c2t.policies.dyjoint import DyJoint
@@ -39,16 +38,12 @@ from sglang_c2t.tree import least_on_path
 #: tokens that are kept.
 WANTED_SHARE = 0.98
 
-#: Calibration error above which a warning is printed. Our choice.
-CALIBRATED = 0.05
-
 NUM_RESAMPLES = 1000
 
 
 def evaluate(
     recording: Recording,
     classifier_name: str,
-    directories: Sequence[str],
     *,
     accept_length: float | None = None,
     others: Sequence[str] = (),
@@ -58,7 +53,6 @@ def evaluate(
     Args:
         recording: Drafts, and which of them the target accepted.
         classifier_name: A shipped classifier's name, or a file.
-        directories: Where the recording was read from.
         accept_length: Tokens per verification wanted; 98 % of full drafts' by default.
         others: Policies whose replay at their defaults is printed too.
 
@@ -70,18 +64,14 @@ def evaluate(
     scored = score(recording, classifier)
     policy = policy_of(classifier)
     flags = f"--c2t-policy {policy} --c2t-classifier {shlex.quote(classifier_name)}"
-    recipe = recipe_of(classifier) or policy
-    lines = [
-        quality(scored, classifier),
-        *miscalibration(scored, recipe, classifier_name, directories),
-    ]
+    first = quality(scored, classifier)
     if reason := _not_replayable(recording):
-        return [*lines, token_threshold(scored, flags, reason)]
+        return [first, token_threshold(scored, flags, reason)]
     chains = Chains.from_recording(recording)
     mine = build_policy(C2TConfig(policy, classifier=classifier_name))
     named = {name: build_policy(C2TConfig(name)) for name in others}
     found = compare(chains, mine, flags, accept_length, named)
-    return [*lines, "", *found.lines(), "", found.sentence]
+    return [first, "", *found.lines(), "", found.sentence]
 
 
 def _not_replayable(recording: Recording) -> str:
@@ -147,23 +137,6 @@ def quality(scored: Scored, classifier: Classifier) -> str:
 
 def _number(value: float) -> str:
     return f"{value:.3f}" if math.isfinite(value) else "-"
-
-
-def miscalibration(
-    scored: Scored, recipe: str, classifier: str, directories: Sequence[str]
-) -> list[str]:
-    """A warning with the command that calibrates again; empty where the error is small."""
-    error = scored.calibration_error
-    if not error > CALIBRATED:  # nan too
-        return []
-    return [
-        f"WARNING: calibration error {error:.3f} is above {CALIBRATED:g}: confidences are no "
-        "probabilities. The threshold below allows for that, thresholds from elsewhere do not. "
-        "To calibrate again (then the gate runs in torch, not in its kernel), and evaluate on "
-        "another recording:",
-        f"  python -m sglang_c2t train {shlex.join(directories)} --recipe {recipe} --fine-tune "
-        f"{shlex.quote(classifier)} --calibration isotonic --out calibrated.safetensors",
-    ]
 
 
 def token_threshold(scored: Scored, flags: str, reason: str) -> str:

@@ -22,7 +22,6 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from sglang_c2t.classifier.calibration import Isotonic, fit_isotonic, fit_temperature
 from sglang_c2t.classifier.checkpoint import Classifier
 from sglang_c2t.classifier.features import FeatureSpec, feature_matrix
 from sglang_c2t.classifier.model import HIDDEN_SIZE, ConfidenceNet, num_parameters
@@ -97,18 +96,11 @@ def recipe_named(name: str) -> Recipe:
     return RECIPES[name]
 
 
-def recipe_of(classifier: Classifier) -> str | None:
-    """Return the recipe that trains classifiers of this kind; ``None`` if there is none."""
-    names = classifier.features.names
-    return next((name for name, recipe in RECIPES.items() if recipe.names == names), None)
-
-
 def train_classifier(
     recording: Recording,
     recipe: Recipe = RECIPES["c2t"],
     *,
     settings: TrainSettings | None = None,
-    calibration: str = "none",
     start: Classifier | None = None,
     show_progress: bool = False,
 ) -> Classifier:
@@ -118,8 +110,6 @@ def train_classifier(
         recording: Training data; a twentieth of its prompts is held out for scores.
         recipe: Kind of classifier.
         settings: Hyper-parameters; the defaults, or :data:`FINE_TUNE` if ``start`` is given.
-        calibration: ``none``, ``temperature`` or ``isotonic``, fitted on the held-out prompts; the
-            card's calibration error is then measured on the same prompts.
         start: Fine-tune these weights instead of random ones.
         show_progress: Show a progress bar.
 
@@ -142,11 +132,8 @@ def train_classifier(
     fit(net, x, labels[train], settings, generator, show_progress)
     net.absorb_scaling(mean, std)
     net.eval().requires_grad_(False)
-    isotonic = _calibrate(net, features[heldout], labels[heldout], calibration)
 
     scores = torch.sigmoid(net(features[heldout]))
-    if isotonic is not None:
-        scores = isotonic(scores)
     joint = recording.nodes["joint"][heldout]
     training = {
         "origins": recording.origins,
@@ -156,12 +143,11 @@ def train_classifier(
         "trained_on": int(train.numel()),
         "parameters": num_parameters(net),
         **_heldout_scores(scores, joint, labels[heldout]),
-        "calibration": calibration,
         "fine_tuned": start is not None,
         "recipe": asdict(recipe),
         "settings": asdict(settings),
     }
-    return Classifier(net, spec, training, isotonic=isotonic)
+    return Classifier(net, spec, training)
 
 
 def _heldout_scores(scores: Tensor, joint: Tensor, labels: Tensor) -> dict[str, Any]:
@@ -253,17 +239,6 @@ def _scaling(features: Tensor, standardise: bool) -> tuple[Tensor, Tensor]:
     if not standardise:
         return torch.zeros(features.shape[1]), torch.ones(features.shape[1])
     return features.mean(dim=0), features.std(dim=0).clamp(min=1e-6)
-
-
-def _calibrate(net: ConfidenceNet, features: Tensor, labels: Tensor, kind: str) -> Isotonic | None:
-    """Fit the calibration on held-out tokens; a temperature is folded into the weights."""
-    if kind == "isotonic":
-        return fit_isotonic(torch.sigmoid(net(features)), labels)
-    if kind == "temperature":
-        net.absorb_temperature(fit_temperature(net(features), labels))
-    elif kind != "none":
-        raise ConfigError(f"calibration must be none, temperature or isotonic, got {kind!r}")
-    return None
 
 
 def _both_classes(

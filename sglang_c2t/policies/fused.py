@@ -1,8 +1,8 @@
 """Maps policies to kernels that compute the same decision; all policies of the menu have one.
 
 Measuring and judging moves into :mod:`sglang_c2t.kernels.gate`. The rule and its threshold stay the
-policy's. Torch runs what the kernel does not know: other networks, isotonic calibration, rules of
-users and of ``eval/baselines``.
+policy's. Torch runs what the kernel does not know: other networks, rules of users and of
+``eval/baselines``.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def growth_rule(policy: Any) -> Rule | None:
 def _network(gate: Any) -> dict[str, Any]:
     """Return the classifier's features and weights; no names if a kernel cannot compute it."""
     classifier = gate.classifier
-    if classifier.isotonic is not None or len(classifier.net.hidden_sizes) != 1:
+    if len(classifier.net.hidden_sizes) != 1:
         return {"names": None}
     return {"names": classifier.features.names, "weights": Weights(*classifier.net.parameters())}
 

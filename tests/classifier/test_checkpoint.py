@@ -3,7 +3,6 @@
 import json
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from sglang_c2t.classifier.calibration import Isotonic
 from sglang_c2t.classifier.checkpoint import Classifier, load_classifier, save_classifier
 from sglang_c2t.classifier.features import CONVENTIONS, FeatureSpec
 from sglang_c2t.classifier.model import ConfidenceNet
@@ -20,8 +18,6 @@ from sglang_c2t.config import ConfigError
 from tests.recordings import random_chains, recording
 from tests.refusals import refused
 
-KNOTS = Isotonic(torch.tensor([0.2, 0.5, 0.8]), torch.tensor([0.1, 0.1, 0.9]))
-
 
 def randomised(net: torch.nn.Module) -> Any:
     for parameter in net.parameters():
@@ -29,8 +25,8 @@ def randomised(net: torch.nn.Module) -> Any:
     return net
 
 
-def untrained(*, isotonic: Isotonic | None = None) -> Classifier:
-    return Classifier(randomised(ConfidenceNet()), CONVENTIONS, {"n": 1}, isotonic=isotonic)
+def untrained() -> Classifier:
+    return Classifier(randomised(ConfidenceNet()), CONVENTIONS, {"n": 1})
 
 
 @pytest.fixture
@@ -55,29 +51,17 @@ def tokens() -> Recording:
         (ConfidenceNet(1, [64, 32]), ("prob",)),
     ],
 )
-@pytest.mark.parametrize("isotonic", [None, KNOTS])
 def test_classifier_file_restores_the_confidences(
-    tmp_path: Path,
-    tokens: Recording,
-    net: torch.nn.Module,
-    names: tuple[str, ...],
-    isotonic: Isotonic | None,
+    tmp_path: Path, tokens: Recording, net: torch.nn.Module, names: tuple[str, ...]
 ) -> None:
     spec = FeatureSpec(names=names)
-    original = Classifier(randomised(net), spec, {"note": "test"}, isotonic)
+    original = Classifier(randomised(net), spec, {"note": "test"})
     save_classifier(original, tmp_path / "mine.safetensors")
     loaded = load_classifier(tmp_path / "mine.safetensors")
     layer = tokens.layer()
     assert torch.equal(loaded.confidence(layer), original.confidence(layer))
     assert loaded.features == spec
     assert (loaded.training, loaded.name) == ({"note": "test"}, "mine.safetensors")
-
-
-def test_classifier_confidence_is_calibrated(tokens: Recording) -> None:
-    plain, layer = untrained(), tokens.layer()
-    calibrated = replace(plain, isotonic=KNOTS).confidence(layer)
-    assert torch.equal(calibrated, KNOTS(plain.confidence(layer)))
-    assert not torch.equal(calibrated, plain.confidence(layer))
 
 
 # -- refusals -----------------------------------------------------------------------------
@@ -104,10 +88,8 @@ def weights(**changes: torch.Tensor | list[float]) -> Callable[[Path], object]:
     return lambda path: save_file({**load_file(path), **tensors}, path)
 
 
-def knots(x: list[float], y: list[float]) -> Callable[[Path], object]:
-    return weights(**{"calibration.x": x, "calibration.y": y})
-
-
+#: What ``train --calibration isotonic`` of earlier versions added.
+KNOTS = {"calibration.x": [0.1, 0.2], "calibration.y": [0.1, 0.2]}
 SIZES = "sizes must be a list of whole numbers >= 1, 16 at most, got"
 READS = "this version reads ('c2t-classifier', 2)"
 
@@ -132,11 +114,8 @@ READS = "this version reads ('c2t-classifier', 2)"
         (lambda path: path.write_bytes(b"not safetensors"), "cannot read weights"),
         (lambda path: path.unlink(), "cannot read weights"),
         (weights(more=[0.0]), "do not fit the card"),
+        (weights(**KNOTS), "do not fit the card"),
         (weights(**{"out.bias": [math.nan]}), "weights hold values that are not finite"),
-        (knots([0.1, 0.2], [0.1, 0.2, 0.3]), "calibration.x must ascend"),
-        (knots([0.2, 0.1], [0.1, 0.2]), "calibration.x must ascend"),
-        (knots([0.1, math.nan], [0.1, 0.2]), "calibration.x must ascend"),
-        (knots([0.1, 0.2], [0.1, 1.2]), "calibration.x must ascend"),
     ],
 )
 def test_classifier_file_that_is_invalid_is_refused(
@@ -155,6 +134,6 @@ def test_classifier_file_that_cannot_be_written_is_refused(tmp_path: Path) -> No
         save_classifier(untrained(), tmp_path / "weights.bin")
     for path in (tmp_path / "a.safetensors", tmp_path / "file" / "b.safetensors"):
         with pytest.raises(ConfigError, match="cannot write classifier") as error:
-            save_classifier(untrained(isotonic=KNOTS), path)
+            save_classifier(untrained(), path)
         assert str(path) in str(error.value)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.safetensors", "file"]

@@ -19,7 +19,7 @@ from sglang_c2t.offline.evaluation import (
     Verdict,
     compare,
     evaluate,
-    miscalibration,
+    quality,
     rounded_down,
     score,
     token_threshold,
@@ -149,16 +149,12 @@ def test_score_takes_the_least_confidence_on_each_path(drafts: list[Draft]) -> N
         first += len(draft.parents)
 
 
-def test_miscalibration_above_the_limit_prints_the_command() -> None:
-    """Half of the tokens are accepted; the confidence is 0.5 for all, then 0.9."""
+@pytest.mark.parametrize(("bias", "error"), [(0.0, "0.000"), (2.2, "0.400")])
+def test_quality_shows_the_calibration_error(bias: float, error: str) -> None:
+    """Half of the tokens are accepted; the confidence is 0.5 for all, or 0.9."""
     data = recording([chain([0.5, 0.5], [1, 0], request=f"r/{i}") for i in range(9)])
-    assert miscalibration(score(data, linear({"joint": 0.0}, 0.0)), "c2t", "x", []) == []
-    scored = score(data, linear({"joint": 0.0}, 2.2))
-    warning, command = miscalibration(scored, "c2t", "mine.safetensors", ["a b", "c"])
-    assert warning.startswith(f"WARNING: calibration error {scored.calibration_error:.3f} ")
-    assert (
-        "train 'a b' c --recipe c2t --fine-tune mine.safetensors --calibration isotonic" in command
-    )
+    classifier = linear({"joint": 0.0}, bias)
+    assert quality(score(data, classifier), classifier).endswith(f", calibration error {error}.")
 
 
 def test_evaluate_recording_without_a_feature_or_with_nan_is_refused(tmp_path: Path) -> None:
@@ -169,4 +165,4 @@ def test_evaluate_recording_without_a_feature_or_with_nan_is_refused(tmp_path: P
     data.nodes["entropy"][1] = math.nan
     save_classifier(linear({"joint": 1.0, "entropy": 1.0, "depth": 1.0}, 0.0), file)
     with pytest.raises(ConfigError, match="1 of 2 recorded tokens"):
-        evaluate(data, file, ["data"])
+        evaluate(data, file)

@@ -69,19 +69,13 @@ def test_train_with_the_same_seed_is_repeatable(small: Recording) -> None:
     assert trained(3) == trained(3) != trained(4)
 
 
-@pytest.mark.parametrize("calibration", ["temperature", "isotonic"])
-def test_train_calibration_lowers_the_heldout_error(calibration: str) -> None:
-    """Mostly rejected tokens, sampled down for training: without it, confidence is too high.
-
-    Over ten seeds, 0.13 or more fell to 0.12 or less, each time by at least a third.
+def test_train_card_holds_the_calibration_error_of_heldout_tokens() -> None:
+    """Mostly rejected tokens, sampled down for training: the confidence is too high. Over ten
+    seeds the error was 0.13 or more.
     """
     data = recording(random_chains(200, roots=5, depth=12))
     settings = TrainSettings(steps=30, heldout_share=0.5)
-    plain = train_classifier(data, settings=settings)
-    calibrated = train_classifier(data, settings=settings, calibration=calibration)
-    assert calibrated.training["heldout_ece"] < plain.training["heldout_ece"]
-    assert calibrated.training["calibration"] == calibration
-    assert (calibrated.isotonic is not None) == (calibration == "isotonic")
+    assert 0.1 < train_classifier(data, settings=settings).training["heldout_ece"] < 1
 
 
 # -- which tokens -------------------------------------------------------------------------

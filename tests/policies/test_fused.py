@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from sglang_c2t.classifier.calibration import Isotonic
 from sglang_c2t.classifier.checkpoint import Classifier
 from sglang_c2t.classifier.features import FeatureSpec
 from sglang_c2t.classifier.model import ConfidenceNet
@@ -29,11 +28,9 @@ from sglang_c2t.policies.gated_tree import GatedTree
 TRAINED = ("c2t", "c2t-log", "c2t-plus")
 
 
-def gate_with(
-    *names: str, hidden_sizes: tuple[int, ...] = (48,), isotonic: Isotonic | None = None
-) -> C2T:
+def gate_with(*names: str, hidden_sizes: tuple[int, ...] = (48,)) -> C2T:
     net = ConfidenceNet(len(names), hidden_sizes)
-    return C2T(Classifier(net, FeatureSpec(names=names), {}, isotonic=isotonic))
+    return C2T(Classifier(net, FeatureSpec(names=names), {}))
 
 
 @pytest.mark.parametrize("name", TRAINED)
@@ -86,9 +83,8 @@ def test_growth_rule_of_a_tree_policy_is_the_kernels(policy: Any, rule: Rule) ->
         gate_with("joint", hidden_sizes=()),
         gate_with("joint", hidden_sizes=(MAX_HIDDEN + 1,)),
         gate_with("joint", "entropy_top1000"),
-        gate_with("joint", isotonic=Isotonic(torch.tensor([0.0, 1.0]), torch.tensor([0.0, 1.0]))),
     ],
-    ids=["two layers", "no layer", "too wide", "unknown feature", "isotonic"],
+    ids=["two layers", "no layer", "too wide", "unknown feature"],
 )
 def test_fused_gate_of_an_unsupported_network_is_none(gate: Any) -> None:
     assert fused_gate(gate, "cpu") is None

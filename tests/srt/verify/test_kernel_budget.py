@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from sglang_c2t.classifier.calibration import Isotonic
+from sglang_c2t.classifier.model import ConfidenceNet
 from sglang_c2t.config import C2TConfig
 from sglang_c2t.draft.chain import ChainGate
 from sglang_c2t.draft.tree import TreeGate
@@ -83,14 +83,14 @@ def test_launches_of_a_chain_step_stay_within_budget(name: str) -> None:
     assert len(chain_step(policy)) <= 16
 
 
-def test_launches_of_a_calibrated_classifier_copy_no_knots() -> None:
-    """Knots that are copied while a CUDA graph is captured end the server."""
+def test_launches_of_a_classifier_in_torch_copy_no_weights() -> None:
+    """Weights that are copied while a CUDA graph is captured end the server."""
     with unset_fake_temporarily():
         policy = build_policy(C2TConfig(policy="c2t"))
         assert isinstance(policy, C2T)
-        knots = Isotonic(torch.tensor([0.0, 0.5, 1.0]), torch.tensor([0.1, 0.4, 0.9]))
-        calibrated = replace(policy, classifier=replace(policy.classifier, isotonic=knots))
-    assert "judge" not in chain_step(calibrated)  # in torch, or nothing would be shown
+        net = ConfidenceNet(hidden_sizes=[48, 48]).requires_grad_(False)
+        deeper = replace(policy, classifier=replace(policy.classifier, net=net))
+    assert "judge" not in chain_step(deeper)  # in torch, or nothing would be shown
 
 
 def chain_step(policy: Any) -> list[str]:
