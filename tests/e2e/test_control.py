@@ -122,7 +122,6 @@ def test_series_agree_exactly_with_what_requests_say_of_themselves(controlled: C
     stops = {name: value for name, value in grown.items() if "draft_stops_total" in name}
     assert sum(stops.values()) == expected["c2t:verifications_total"]
     assert stops["c2t:draft_stops_totalpolicy"] > 0
-    assert 0 < grown["c2t:gate_seconds_total"] < 60
 
 
 def test_the_accept_rate_gauge_divides_by_drafts_that_were_verified(controlled: Controlled) -> None:

@@ -13,7 +13,6 @@ from sglang_c2t.plan.step import StepKind
 from sglang_c2t.srt.draft.drafter import Drafter
 from sglang_c2t.srt.draft.host import DraftForward, Host
 from sglang_c2t.srt.draft.planning import Step
-from sglang_c2t.srt.hooks.reporting import GATE_CLOCK
 from sglang_c2t.srt.verify.chain import ChainVerifyInput
 from sglang_c2t.srt.verify.packing import Packing
 
@@ -38,8 +37,7 @@ class ChainDrafter(Drafter):
         if step is not None and step.plan.kind is StepKind.UNIFORM:
             return self.host.chains(stock, DraftForward.run)
         gate = self.gate
-        with GATE_CLOCK:
-            gate.begin(slots)
+        gate.begin(slots)
         drafted = self.host.chains(stock, self._score)
         if gate.planned and gate.program is not None:
             self.planning.selector.scored(gate.confidences)
@@ -58,8 +56,7 @@ class ChainDrafter(Drafter):
             layer.skip()
             return
         rows = layer.run()
-        with GATE_CLOCK:
-            gate.observe(*rows)
+        gate.observe(*rows)
 
     def build(self, step: Step, stock: Callable[[], Any], *_drafted: Any) -> ChainVerifyInput:
         """Build SGLang's full chains, cut to the verified drafts."""

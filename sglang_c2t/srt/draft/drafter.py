@@ -19,7 +19,6 @@ from sglang_c2t.srt.draft.host import Host, Rows, step_of
 from sglang_c2t.srt.draft.pending import PendingTokens
 from sglang_c2t.srt.draft.planning import Planning, Step
 from sglang_c2t.srt.draft.requests import Requests, slots_of
-from sglang_c2t.srt.hooks.reporting import GATE_CLOCK
 
 # B requests
 
@@ -99,8 +98,7 @@ class Drafter:
             return stock()
         result, rows = self.host.last_rows(stock)
         self.requests.admit(batch)
-        with GATE_CLOCK:
-            self.gate.join(batch.req_pool_indices, *rows)
+        self.gate.join(batch.req_pool_indices, *rows)
         return result
 
     def extend_decode(self, batch: Any, result: Any, stock: partial[None]) -> None:
@@ -119,8 +117,7 @@ class Drafter:
         # A graph scores the first layer of every step.
         uniform = step is not None and step.plan.kind is StepKind.UNIFORM
         later = uniform and not self.host.drafts_in_graphs
-        with GATE_CLOCK:
-            self.gate.relay_first_token(batch.req_pool_indices, *rows, later=later)
+        self.gate.relay_first_token(batch.req_pool_indices, *rows, later=later)
 
     def _extend_draft_free(
         self, step: Step, batch: Any, result: Any, stock: partial[None]

@@ -32,7 +32,7 @@ from sglang_c2t.srt.draft import ancestors
 from sglang_c2t.srt.draft.lengths import DraftLengths
 from sglang_c2t.srt.draft.pending import Window
 from sglang_c2t.srt.draft.planning import Step
-from sglang_c2t.srt.hooks.reporting import COUNTERS, GATE_CLOCK
+from sglang_c2t.srt.hooks.reporting import COUNTERS
 
 # B requests, D layers, N rows of a full draft, R rows of a draft forward, V draft vocabulary,
 # H draft hidden size, W beam rows, K topk
@@ -193,8 +193,7 @@ class Host:
         layer.
         """
         worker, shape = self._worker, (gate.batch, probs.shape[0] // gate.batch, -1)
-        with GATE_CLOCK:
-            beams = gate.add(tokens.view(shape), probs.view(shape))
+        beams = gate.add(tokens.view(shape), probs.view(shape))
         if layer < worker.speculative_num_steps - 1:
             if hidden is not None:
                 hidden = hidden[beams.row_of_batch.flatten()]

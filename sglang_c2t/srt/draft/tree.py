@@ -21,7 +21,6 @@ from sglang_c2t.plan.step import StepKind
 from sglang_c2t.srt.draft.drafter import Drafter
 from sglang_c2t.srt.draft.host import DraftForward
 from sglang_c2t.srt.draft.planning import Step
-from sglang_c2t.srt.hooks.reporting import GATE_CLOCK
 from sglang_c2t.srt.verify.packing import Packing
 from sglang_c2t.srt.verify.tree import TreeVerifyInput, build_verify_input
 from sglang_c2t.tree import Trees
@@ -38,8 +37,7 @@ class TreeDrafter(Drafter):
         """Run the draft loop; the gate scores each layer and chooses the next rows."""
         if step is not None and step.draft_free:
             return self._roots(len(slots))
-        with GATE_CLOCK:
-            self.gate.begin(slots)
+        self.gate.begin(slots)
         return self.host.trees(stock, self._score, self.gate, self._organize)
 
     def _score(self, layer: DraftForward) -> None:
@@ -51,8 +49,7 @@ class TreeDrafter(Drafter):
         else:
             logits, hidden = layer.skip(choices=gate.topk)
             token_map = None  # the choices are no token ids
-        with GATE_CLOCK:
-            judged = gate.observe(logits, hidden, token_map)
+        judged = gate.observe(logits, hidden, token_map)
         if judged is not None:
             # The gate has already chosen: SGLang's softmax and top-K run over K numbers, which the
             # gate does not read.
@@ -60,8 +57,7 @@ class TreeDrafter(Drafter):
 
     def _organize(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return the results of the loop, see the top of the file."""
-        with GATE_CLOCK:
-            trees, keys = self.gate.finish()
+        trees, keys = self.gate.finish()
         links = torch.stack((trees.parents, trees.depth, trees.source), dim=2)
         return links, keys, trees.tokens
 

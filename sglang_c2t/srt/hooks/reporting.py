@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -55,24 +54,6 @@ class ControlState:
 
 
 CONTROL = ControlState()
-
-
-class Clock:
-    """Seconds spent inside its ``with`` blocks, which do not nest."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        self._since = 0.0
-
-    def __enter__(self) -> None:
-        self._since = time.perf_counter()
-
-    def __exit__(self, *_exception: object) -> None:
-        self.seconds += time.perf_counter() - self._since
-
-
-#: Host time of this process in the gate: kernel launches on a GPU, all of the work on a CPU.
-GATE_CLOCK = Clock()
 
 #: Further parts of the reported state, by name.
 PARTS: dict[str, Callable[[], Any]] = {}

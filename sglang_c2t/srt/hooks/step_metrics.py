@@ -16,7 +16,6 @@ from typing import Any
 from sglang_c2t.config import active
 from sglang_c2t.plan.step import DRAFT_FREE, StepKind, StepPlan
 from sglang_c2t.srt import attach
-from sglang_c2t.srt.hooks.reporting import GATE_CLOCK
 
 #: Kinds of steps with a label in the planner's counts.
 COUNTED = (
@@ -105,9 +104,6 @@ class Series:
         self.policy_failures = counter(
             "policy_failures", "Steps with full drafts because the policy failed."
         )
-        self.gate_seconds = counter(
-            "gate_seconds", "Host time in the gate, without the replays of CUDA graphs."
-        )
         stops = Counter(
             "c2t:draft_stops", "Drafts by the reason for their end.", (*names, "reason")
         )
@@ -127,7 +123,6 @@ class Series:
             names,
             buckets=_buckets(full - 1),
         ).labels(**labels)
-        self._gate_seconds_told = 0.0
         plans = Counter("c2t:plans", "Steps that a planner planned, by reason.", (*names, "reason"))
         reasons = [*(kind.value for kind in COUNTED), DRAFT_FREE]
         self.plans = {reason: plans.labels(**labels, reason=reason) for reason in reasons}
@@ -153,9 +148,6 @@ class Series:
         self.policy_failures.inc(step.fell_back)
         if step.planned:
             self._add_plan(step)
-        spent = GATE_CLOCK.seconds
-        self.gate_seconds.inc(spent - self._gate_seconds_told)
-        self._gate_seconds_told = spent
         self.verifications.inc(len(counted))
         self.proposed.inc(sum(rows - 1 for rows, _ in counted))
         self.correct.inc(sum(num_correct for _, num_correct in counted))
