@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -26,25 +26,6 @@ RECENT_STEPS = 64
 
 #: Continuations sampled per first draft, if there are enough first drafts.
 WAYS = 4
-
-
-class Estimator(Protocol):
-    """Survival from confidences: :class:`~sglang_c2t.plan.survival.Survival` or another."""
-
-    by_steps: bool
-    """Whether it counts steps and must learn from each one separately."""
-
-    def of_chains(self, confidences: Array) -> Array: ...
-
-    def learn(self, confidences: Array, num_drafts: Numbers, num_correct: Numbers) -> None: ...
-
-    def parameters(self) -> list[Array]: ...
-
-    def state(self) -> dict[str, Any]: ...
-
-    def restore(self, state: dict[str, Any]) -> None: ...
-
-    def reset(self) -> None: ...
 
 
 class Acceptance:

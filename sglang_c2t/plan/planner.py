@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sglang_c2t.plan.acceptance import Acceptance, Estimator
+from sglang_c2t.plan.acceptance import Acceptance
 from sglang_c2t.plan.cost import StepCost
 from sglang_c2t.plan.explore import COLD_START_BUDGET, DISTORTED, NEARLY, Exploration
 from sglang_c2t.plan.gains import Gains, gained
@@ -32,7 +32,7 @@ from sglang_c2t.plan.plan import (
     weighed,
 )
 from sglang_c2t.plan.step import BatchView, StepKind, StepPlan, StepRecord, StepTimes
-from sglang_c2t.plan.survival import Array, Numbers
+from sglang_c2t.plan.survival import Array, Numbers, OneSlope, Survival
 from sglang_c2t.plan.verdicts import Comparison, Verdicts
 
 #: Steps between two full drafts of one request; without them deep drafts would have no labels.
@@ -117,7 +117,9 @@ class Planner:
     tpot_ms: float | None = None
     """Milliseconds per output token that steps should keep; plans over it count as longer."""
 
-    def __init__(self, max_depth: int, survival: Estimator, *, all_layers: bool = False) -> None:
+    def __init__(
+        self, max_depth: int, survival: Survival | OneSlope, *, all_layers: bool = False
+    ) -> None:
         self.max_depth = max_depth
         self.survival = survival
         self.free = self._acceptance(survival)
@@ -150,7 +152,10 @@ class Planner:
         return replace(plan, full_draft_of=(self._steps // FULL_EVERY) % batch.batch_size)
 
     def stays_draft_free(self, batch: BatchView) -> bool:
-        """Whether another draft-free step follows the next one, which counts as planned."""
+        """Whether another draft-free step follows the next one, which counts as planned. Asked
+        instead of :meth:`plan` during a burst of draft-free steps, whose requests cannot draft
+        until its end.
+        """
         self._count_step()
         plan = self._verdicts.next(batch)
         if plan is None and self._verdicts.outdated(batch) and not self._unmeasured:
@@ -454,7 +459,7 @@ class Planner:
         """Return [B] or [B, C]: confidences of the first layers of an ``outcome``."""
         return np.asarray(outcome[0][:, 0])
 
-    def _acceptance(self, survival: Estimator) -> Acceptance:
+    def _acceptance(self, survival: Survival | OneSlope) -> Acceptance:
         """Return an empty :class:`Acceptance` for a class of requests."""
         return Acceptance(survival, self.max_depth, survival.of_chains)
 

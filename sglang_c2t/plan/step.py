@@ -1,7 +1,7 @@
 """Messages between a planner and a server about one step.
 
-The server calls :meth:`StepPlanner.plan` before it drafts. It returns a :class:`StepRecord` once
-the outcome and the times of the step have arrived, a step or two later.
+The server asks its planner for a :class:`StepPlan` before it drafts. It returns a
+:class:`StepRecord` once the outcome and the times of the step have arrived, a step or two later.
 
 Legend: B requests, D layers, d of them drafted, n drafts of a request.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -149,21 +149,3 @@ class StepRecord:
             return () if constrained else self.outcome
         rows = np.flatnonzero(mask == constrained)
         return tuple(values[rows] for values in self.outcome) if len(rows) else ()
-
-
-class StepPlanner(Protocol):
-    """The calls of a serving server to its planner."""
-
-    def plan(self, batch: BatchView) -> StepPlan:
-        """Plan the next step, before it drafts."""
-        ...
-
-    def stays_draft_free(self, batch: BatchView) -> bool:
-        """Whether another draft-free step follows the next one. Asked instead of :meth:`plan` while
-        a burst of draft-free steps goes on, because its requests cannot draft until its end.
-        """
-        ...
-
-    def learn(self, record: StepRecord) -> None:
-        """Learn from a step, at any later time."""
-        ...

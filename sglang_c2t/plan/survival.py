@@ -62,6 +62,7 @@ class Survival:
     """
 
     by_steps = False
+    """Whether it counts steps and must learn from each one separately."""
 
     def __init__(
         self,

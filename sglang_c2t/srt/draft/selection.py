@@ -8,7 +8,7 @@ no threshold prunes a planned tree, so the host knows its number of nodes.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,29 +24,6 @@ from sglang_c2t.srt.verify.packing import sent
 from sglang_c2t.tree import Trees
 
 # B requests, D layers, d of them drafted, N rows of a full draft or nodes of a tree
-
-
-class Selector(Protocol):
-    """Interface of a selector for planning."""
-
-    confidence_at: int
-    """Index of the table of confidences in an outcome."""
-
-    def warm_up(self, batches: Iterable[int]) -> None:
-        """Compile the kernels outside of graphs, for batches of these sizes."""
-        ...
-
-    def outcome(self, step: Any, verify_input: Any, accept_lens: Tensor) -> Tensor:
-        """Return [B, ...] on the device: the outcome of the drafts of a ``step``."""
-        ...
-
-    def unpacked(self, numbers: Numbers, plan: StepPlan) -> Sequence[Numbers]:
-        """Convert an arrived outcome for :class:`~sglang_c2t.plan.step.StepRecord`."""
-        ...
-
-    def refresh(self, *, constrained: bool) -> None:
-        """Copy the learnt values of one class of requests to the device."""
-        ...
 
 
 class _Survivals:
@@ -92,6 +69,7 @@ class ChainSelector(_Survivals):
     """
 
     confidence_at = 0
+    """Index of the table of confidences in an outcome."""
 
     def __init__(self, planner: Any, *, width: int, slots: int, device: torch.device | str) -> None:
         super().__init__(planner, device)
@@ -101,7 +79,7 @@ class ChainSelector(_Survivals):
         self._survivals = torch.ones((slots, width - 1), device=device)
 
     def warm_up(self, batches: Iterable[int]) -> None:
-        """See :class:`Selector`."""
+        """Compile the kernels outside of graphs, for batches of these sizes."""
         for batch in batches:
             survivals = self._survivals[:batch]
             none = torch.zeros(batch, dtype=torch.bool, device=self._device)
@@ -162,7 +140,7 @@ class TreeSelector(_Survivals):
         self._width = width
 
     def warm_up(self, batches: Iterable[int]) -> None:
-        """See :class:`Selector`."""
+        """See :meth:`ChainSelector.warm_up`."""
         for batch in batches:
             links = torch.zeros((batch, self._width, 3), dtype=torch.int64, device=self._device)
             parents, depth, _ = links.unbind(dim=2)  # in one table, as drafted
@@ -202,6 +180,10 @@ class TreeSelector(_Survivals):
         """Return depths (0: padding), confidences, verified and accepted, each [B, N - 1]."""
         depth, least, chosen, survived = np.moveaxis(numbers, 2, 0)
         return depth.astype(np.int64), np.where(depth > 0, least, 0.0), chosen > 0, survived
+
+
+#: Distributes the row budgets of a planner.
+Selector = ChainSelector | TreeSelector
 
 
 def mask_of(chosen: Collection[int], batch: int) -> NDArray[np.bool_]:
