@@ -13,20 +13,10 @@ def envs() -> Any:
     return environ.envs
 
 
-def simulates_acceptance() -> bool:
-    """Whether SGLANG_SIMULATE_ACC_LEN replaces real acceptance."""
-    return bool(envs().SGLANG_SIMULATE_ACC_LEN.get() > 0)
-
-
-def plans_on_another_stream() -> bool:
-    """Whether verification is planned on a separate stream, before the draft is known."""
-    return bool(envs().SGLANG_ENABLE_OVERLAP_PLAN_STREAM.get())
-
-
-def verifies_beside_prefills() -> bool:
-    """Whether data-parallel attention ranks verify while others prefill; older SGLang cannot."""
-    coordinates = getattr(envs(), "SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION", None)
-    return coordinates is not None and bool(coordinates.get())
+def is_on(name: str) -> bool:
+    """Whether a switch is on that older SGLang does not have."""
+    switch = getattr(envs(), name, None)
+    return switch is not None and bool(switch.get())
 
 
 #: SGLang's variable for the app that HTTP workers import, and our app, which loads the plugin.
@@ -42,9 +32,3 @@ def names_http_app() -> bool:
 def own_http_app() -> bool:
     """Whether the user set another app for the HTTP workers."""
     return names_http_app() and os.environ.get(HTTP_APP, OUR_HTTP_APP) != OUR_HTTP_APP
-
-
-def serves_in_rust() -> bool:
-    """Whether SGLang's Rust server reads requests; older releases do not have it."""
-    serves = getattr(envs(), "SGLANG_RUST_SERVER", None)
-    return serves is not None and bool(serves.get())

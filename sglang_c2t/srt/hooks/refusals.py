@@ -255,7 +255,10 @@ REFUSALS: tuple[Refusal, ...] = (
         "drop one of them",
     ),
     Refusal(
-        lambda cfg: compat.uses_dp_attention(cfg) and environment.verifies_beside_prefills(),
+        lambda cfg: (
+            compat.uses_dp_attention(cfg)
+            and environment.is_on("SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION")
+        ),
         "SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION",
         "ranks that prefill in the same step do not know the packed rows",
         "unset SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION",
@@ -383,7 +386,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "drop --smg-grpc-mode and --grpc-mode",
     ),
     Refusal(
-        lambda cfg: environment.serves_in_rust(),
+        lambda cfg: environment.is_on("SGLANG_RUST_SERVER"),
         "SGLANG_RUST_SERVER",
         "requests reach the scheduler past our checks of them",
         "unset SGLANG_RUST_SERVER",
@@ -395,13 +398,13 @@ REFUSALS: tuple[Refusal, ...] = (
         "drop --use-ray",
     ),
     Refusal(
-        lambda cfg: environment.simulates_acceptance(),
+        lambda cfg: environment.envs().SGLANG_SIMULATE_ACC_LEN.get() > 0,
         "SGLANG_SIMULATE_ACC_LEN",
         "drafts that are accepted by chance cannot be gated",
         "unset SGLANG_SIMULATE_ACC_LEN",
     ),
     Refusal(
-        lambda cfg: environment.plans_on_another_stream(),
+        lambda cfg: environment.envs().SGLANG_ENABLE_OVERLAP_PLAN_STREAM.get(),
         "SGLANG_ENABLE_OVERLAP_PLAN_STREAM",
         "the verify batch is built from the draft's output",
         "unset SGLANG_ENABLE_OVERLAP_PLAN_STREAM",
