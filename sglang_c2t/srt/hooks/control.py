@@ -23,8 +23,7 @@ import json
 import logging
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from operator import itemgetter
 from pathlib import Path
@@ -295,10 +294,13 @@ async def _post(manager: Any, body: bytes, start: C2TConfig) -> dict[str, Any]:
     config = changed(in_force, values, start)
     # Reads files: not on the event loop of all requests.
     await asyncio.to_thread(approved, config, start, compat.draft_shape(manager.server_args))
-    with _posted():
+    token = _posting.set(True)
+    try:
         taken = await manager.set_internal_state(
             SetInternalStateReq(server_args={_PREFIX + json.dumps(values): 1})
         )
+    finally:
+        _posting.reset(token)
     states = await _states(manager)
     if not all(taken):
         reasons = {state["control"]["refusal"] for state in states} - {None}
@@ -319,15 +321,6 @@ def _parsed(body: bytes) -> Any:
     except UnicodeDecodeError:
         raise ConfigError("the body is not valid JSON: it is not UTF-8") from None
     return parse_json(text, source="the body")
-
-
-@contextmanager
-def _posted() -> Iterator[None]:
-    token = _posting.set(True)
-    try:
-        yield
-    finally:
-        _posting.reset(token)
 
 
 async def _states(manager: Any) -> list[dict[str, Any]]:
