@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from sglang_c2t.srt.probes import SeamError, sglang_version
+from sglang_c2t.srt import versions
+from sglang_c2t.srt.probes import SeamError
 from sglang_c2t.srt.seams import GROUPS, hook_targets
 
 
@@ -84,7 +85,7 @@ def _present(owner: Any, name: str) -> Any:
             if name in (*seam.fields.split(), seam.target.rpartition(".")[2])
         ]
         raise SeamError(
-            f"SGLang {sglang_version()} has no {name} on {what}; "
+            f"SGLang {versions.installed()} has no {name} on {what}; "
             f"C2T needs it for {(uses or ['a write'])[0]}"
         ) from error
 

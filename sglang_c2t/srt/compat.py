@@ -15,8 +15,9 @@ from typing import Any
 from torch import Tensor
 
 from sglang_c2t.policies.base import TreeShape
+from sglang_c2t.srt import versions
 from sglang_c2t.srt.attach import swapped, wrap_global, write
-from sglang_c2t.srt.probes import SeamError, module_exists, parameters_of, sglang_version
+from sglang_c2t.srt.probes import SeamError, module_exists, parameters_of
 from sglang_c2t.srt.seams import ADAPTER_SEAMS, broken_seams
 
 OVERRIDES = "sglang.srt.arg_groups.overrides"
@@ -41,7 +42,7 @@ def argument(server_args: Any, name: str) -> Any:
         return getattr(resolved(server_args), name)
     except AttributeError as error:
         raise SeamError(
-            f"SGLang {sglang_version()} has no server argument {name}; "
+            f"SGLang {versions.installed()} has no server argument {name}; "
             "C2T checks it to refuse combinations it does not serve"
         ) from error
 

@@ -151,10 +151,3 @@ def _assignments(module: str) -> dict[str, frozenset[str]]:
         )
         for cls in classes
     }
-
-
-def sglang_version() -> str:
-    """Version of the installed SGLang."""
-    from importlib.metadata import version
-
-    return version("sglang")

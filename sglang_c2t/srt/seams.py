@@ -13,7 +13,8 @@ from dataclasses import replace
 from functools import reduce
 from importlib import resources
 
-from sglang_c2t.srt.probes import Seam, SeamError, sglang_version
+from sglang_c2t.srt import versions
+from sglang_c2t.srt.probes import Seam, SeamError
 
 #: Attention backends that may read packed rows, by SGLang's name. ``verify/backends.py`` checks
 #: the backend once it exists, and ``verify/trial.py`` tests it.
@@ -99,7 +100,7 @@ def keys_are_hidden() -> bool:
 def broken_seams(seams: Sequence[Seam] = SEAMS) -> list[str]:
     """Return one sentence per seam that this SGLang does not offer; empty if all fit."""
     return [
-        f"SGLang {sglang_version()} does not offer the seam {seam.target}: {defect}; "
+        f"SGLang {versions.installed()} does not offer the seam {seam.target}: {defect}; "
         f"C2T needs it for {seam.use}"
         for seam in seams
         if (defect := seam.defect()) is not None
@@ -111,7 +112,7 @@ def missing_hooks() -> list[str]:
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     return [
-        f"SGLang {sglang_version()} did not apply the hook on {seam.target}; "
+        f"SGLang {versions.installed()} did not apply the hook on {seam.target}; "
         f"C2T needs it for {seam.use}"
         for seam in map(Seam.chosen, SEAMS)
         if seam.hook and seam.target not in HookRegistry._patched
