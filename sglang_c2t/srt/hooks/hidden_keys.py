@@ -26,41 +26,9 @@ def hide_fields(result: dict[str, Any], _server_args: Any) -> dict[str, Any]:
 def hide_command(
     result: dict[str, Any], server_args: Any, *_args: Any, **_kwargs: Any
 ) -> dict[str, Any]:
-    """AFTER hook on ``build_server_info``, which adds the command line."""
-    command = result.get("launch_command")
-    if active() is None or not isinstance(command, str):
-        return result
-    # SGLang also records a call of ``Engine(...)``, whose arguments this hook does not parse.
-    told = HIDDEN if command.startswith("Engine(") else _without(command, server_args)
-    return {**result, "launch_command": told}
-
-
-def _without(command: str, server_args: Any) -> str:
-    """Return the command line without the values of flags that take a key, in any spelling.
-
-    It goes by argument. Replacing a key's text would leave the rest of a longer key that begins
-    with it, and would reveal a short key by the gaps. SGLang joins arguments by spaces, so a value
-    with spaces spans as many words as the key has.
+    """AFTER hook on ``build_server_info``, which adds the command line. One with a key is hidden
+    as a whole: flags may be abbreviated or repeated, and keys may hold spaces.
     """
-    shown: list[str] = []
-    hiding, words_left = False, 0
-    for word in command.split(" "):
-        if words_left or (hiding and not word.startswith("--")):
-            words_left = max(words_left - 1, 0)
-            continue
-        flag, equals, _ = word.partition("=")
-        key = _key_of(flag, server_args)
-        hiding = key is not None
-        if key is not None:
-            words_left = str(getattr(server_args, key, "")).count(" ") + (not equals)
-            word = f"{flag}{equals or ' '}{HIDDEN}"
-        shown.append(word)
-    return " ".join(shown)
-
-
-def _key_of(flag: str, server_args: Any) -> str | None:
-    """Key that argparse reads after this flag, abbreviated or not; otherwise ``None``."""
-    name = flag.removeprefix("--").replace("-", "_")
-    if name in KEYS or not flag.startswith("--") or not name or hasattr(server_args, name):
-        return name if name in KEYS else None
-    return next((key for key in KEYS if key.startswith(name)), None)
+    if active() is None or not any(getattr(server_args, name, None) for name in KEYS):
+        return result
+    return {**result, "launch_command": HIDDEN}
