@@ -45,7 +45,6 @@ def diagnose(say: Callable[[str], None]) -> int:
     if not registered:
         problems.append("run `pip install` for this package again")
     problems += _seam_problems(say, cpu_engine=cpu_engine)
-    problems += _classifier_problems(say)
     for line in _cpu_lines(cpu_engine):
         say(line)
     try:
@@ -83,22 +82,6 @@ def _seam_problems(say: Callable[[str], None], *, cpu_engine: bool) -> list[str]
         return [f"SGLang {versions.installed()} cannot be imported here: {error}"]
     say(f"seams: {len(probed)} probed, {len(defects)} broken")
     return defects
-
-
-def _classifier_problems(say: Callable[[str], None]) -> list[str]:
-    from sglang_c2t.classifier.checkpoint import load_classifier, shipped_names
-    from sglang_c2t.classifier.pair import origins_of
-
-    problems = []
-    for name in shipped_names():
-        try:
-            facts = load_classifier(name).training
-            told = sorted({f"{one['draft']} for {one['target']}" for one in origins_of(facts)})
-            auc = facts["heldout_auc"]
-            say(f"classifier {name}: shipped, held-out AUC {auc}, learnt from {', '.join(told)}")
-        except ConfigError as error:
-            problems.append(str(error))
-    return problems
 
 
 def _cpu_lines(cpu_engine: bool) -> list[str]:
