@@ -113,21 +113,6 @@ def weighed(milliseconds: T, limit: float | None) -> T:
     return milliseconds * np.maximum(milliseconds / limit, 1.0) ** STEEP
 
 
-def best_plan(
-    survival: Array,
-    batch: int,
-    cost: Cost,
-    *,
-    depths: Sequence[int],
-    tiers: Sequence[int],
-) -> Plan:
-    """Return the plan with the highest rate; of equal ones that with fewest layers, then rows. Args
-    and errors are those of :func:`every_plan`.
-    """
-    plans = every_plan(survival, batch, cost, depths=depths, tiers=tiers)
-    return best_of(plans.best_of_each_depth())
-
-
 def best_of(plans: Sequence[Plan]) -> Plan:
     """Return the plan with the highest rate; of equal ones the first."""
     found = plans[0]

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_c2t.plan.plan import best_plan, every_plan, expected_by_layer, expected_gains
+from sglang_c2t.plan.plan import best_of, every_plan, expected_by_layer, expected_gains
 
 
 def chains(rng: np.random.Generator, requests: int, depth: int) -> np.ndarray:
@@ -48,14 +48,15 @@ def test_best_plan_has_the_highest_rate(seed: int, batch: int, depth: int) -> No
     steps = rng.uniform(1, 20, len(tiers))
     cost = prices(lambda rows: steps[np.searchsorted(tiers, rows)], rng.uniform(0, 3))
     depths = range(depth + 1)
-    found = best_plan(survival, batch, cost, depths=depths, tiers=tiers)
+    plans = every_plan(survival, batch, cost, depths=depths, tiers=tiers)
+    found = best_of(plans.best_of_each_depth())
     assert found.rate == pytest.approx(slowly(survival, cost, depths, tiers))
     assert batch <= found.rows <= batch * (found.layers + 1)
 
 
 def test_best_plan_without_a_tier_for_the_batch_is_an_error() -> None:
     with pytest.raises(ValueError, match="9 requests, and no tier of more than 8 rows"):
-        best_plan(np.ones((9, 1)), 9, free, depths=[0, 1], tiers=[4, 8])
+        every_plan(np.ones((9, 1)), 9, free, depths=[0, 1], tiers=[4, 8])
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 5), st.integers(1, 4), st.integers(1, 4))

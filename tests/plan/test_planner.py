@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from sglang_c2t.plan.explore import AT_LEAST_EVERY, COLD_START_BUDGET
-from sglang_c2t.plan.plan import Plan, best_plan
+from sglang_c2t.plan.plan import Plan, best_of, every_plan
 from sglang_c2t.plan.planner import FULL_EVERY, LEARN_EVERY, Planner
 from sglang_c2t.plan.step import BatchView, StepKind, StepPlan, StepRecord, StepTimes
 from sglang_c2t.plan.survival import OneSlope, Survival
@@ -133,15 +133,9 @@ class MadeUpServer:
 
     def best_rate(self) -> float:
         """Oracle: of the best plan for chains whose survival and cost are known."""
-        chains = self.chains(4000)
-        plan = best_plan(
-            chains**self.power,
-            self.batch,
-            self.cost,
-            depths=range(1, DEPTH + 1),
-            tiers=self.tiers(),
-        )
-        return plan.rate
+        survival, depths = self.chains(4000) ** self.power, range(1, DEPTH + 1)
+        plans = every_plan(survival, self.batch, self.cost, depths=depths, tiers=self.tiers())
+        return best_of(plans.best_of_each_depth()).rate
 
 
 @pytest.mark.parametrize("batch", [4, 32])
@@ -467,10 +461,10 @@ def test_planner_explores_the_best_plans_first() -> None:
     assert len(explored) > 5
     survival = server.chains(4000) ** server.power
     for plan in explored:
-        rate = best_plan(
+        (best,) = every_plan(
             survival, 8, server.cost, depths=[plan.num_layers], tiers=[plan.row_budget]
-        ).rate
-        assert rate > 0.9 * server.best_rate()
+        ).best_of_each_depth()
+        assert best.rate > 0.9 * server.best_rate()
 
 
 @pytest.mark.parametrize("seed", range(5))
