@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sglang_c2t.cpu.cache_locs import range_cells
+
 
 def fill_bonus_tokens(
     accept_tokens: Tensor,  # [B*S] accepted tokens, S per request
@@ -44,9 +46,7 @@ def rotate_input_ids(
     """
     lengths = extend_seq_lens.to(torch.int64)
     start = extend_start_loc.to(torch.int64)
-    request = torch.repeat_interleave(lengths)
-    first_cell = lengths.cumsum(0) - lengths
-    row = start[request] + torch.arange(request.shape[0], device=start.device) - first_cell[request]
+    request, row = range_cells(start, start + lengths)
     last = start + lengths - 1
     inner = row < last[request]
     input_ids[row[inner]] = input_ids[row[inner] + 1]
