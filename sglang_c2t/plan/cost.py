@@ -89,12 +89,11 @@ class Curve:
     the seed. Sizes with one :func:`size_bucket` share a cost.
 
     Args:
-        memory: Measurements kept per size.
-        share: Quantile of them that the curve uses.
+        share: Quantile of a size's measurements that the curve uses.
     """
 
-    def __init__(self, memory: int = MEMORY, *, share: float = LOW) -> None:
-        self._memory, self._share = memory, share
+    def __init__(self, *, share: float = LOW) -> None:
+        self._share = share
         self._samples: dict[int, deque[float]] = {}
         self._seeds: dict[int, float] = {}
         self._measured_at: dict[int, int] = {}
@@ -113,7 +112,7 @@ class Curve:
         if size in self._samples and not self.measured(size):
             self._samples[size].clear()
             self._seeds.pop(size, None)
-        self._samples.setdefault(size, deque(maxlen=self._memory)).append(milliseconds)
+        self._samples.setdefault(size, deque(maxlen=MEMORY)).append(milliseconds)
         self._changed(size, at=self._steps)
 
     def step(self) -> None:

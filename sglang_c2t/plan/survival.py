@@ -24,6 +24,17 @@ Numbers = NDArray[Any]
 #: Confidences are clipped to log odds within +-LIMIT: 0.0025 to 0.9975.
 LIMIT = 6.0
 
+#: K, equal steps of the log odds.
+NUM_BINS = 24
+_WIDTH = 2 * LIMIT / NUM_BINS
+_MIDDLES = -LIMIT + _WIDTH * (np.arange(NUM_BINS) + 0.5)
+
+#: Weight of the confidence itself, in drafts per bin.
+PRIOR_DRAFTS = 8.0
+
+#: Drafts of a depth after which an observation counts half.
+HALF_LIFE = 20_000.0
+
 #: Bounds for a file: drafts in a bin, and slope of the log odds.
 MOST_DRAFTS = 1e9
 STEEPEST = 1e4
@@ -49,35 +60,21 @@ class Survival:
     confidence alone decides whether it is verified, and bins hold one confidence, so the counts are
     unbiased.
 
-    Bins are equal steps of the confidence's log odds. A bin starts with ``prior_drafts`` drafts
+    Bins are equal steps of the confidence's log odds. A bin starts with :data:`PRIOR_DRAFTS` drafts
     that survived as often as their confidence predicts. Counts decay with a half-life, so that
     traffic may change. At each depth the values rise with the confidence; neighbours with falling
     counts are pooled. Between the middles of bins the values are interpolated.
 
     Args:
         max_depth: D.
-        num_bins: K.
-        prior_drafts: Weight of the confidence itself, in drafts per bin.
-        half_life: Drafts of a depth after which an observation counts half.
     """
 
     by_steps = False
     """Whether it counts steps and must learn from each one separately."""
 
-    def __init__(
-        self,
-        max_depth: int,
-        *,
-        num_bins: int = 24,
-        prior_drafts: float = 8.0,
-        half_life: float = 20_000.0,
-    ) -> None:
-        width = 2 * LIMIT / num_bins
-        self._middles = -LIMIT + width * (np.arange(num_bins) + 0.5)  # [K] log odds
-        self._width = width
-        self._half_life = half_life
-        self._prior = prior_drafts * np.stack([np.ones(num_bins), _sigmoid(self._middles)])
-        self._counts = np.zeros((max_depth, 2, num_bins))  # seen, survived
+    def __init__(self, max_depth: int) -> None:
+        self._prior = PRIOR_DRAFTS * np.stack([np.ones(NUM_BINS), _sigmoid(_MIDDLES)])
+        self._counts = np.zeros((max_depth, 2, NUM_BINS))  # seen, survived
         self._values: Array | None = None
 
     @property
@@ -90,11 +87,10 @@ class Survival:
         bins = self._bins(confidence)
         rows = np.asarray(depth, dtype=np.int64) - 1
         seen = np.bincount(rows, minlength=self.max_depth)
-        self._counts *= 0.5 ** (seen / self._half_life)[:, None, None]
-        depths, kinds, num_bins = self._counts.shape
-        cells, size = rows * num_bins + bins, depths * num_bins
+        self._counts *= 0.5 ** (seen / HALF_LIFE)[:, None, None]
+        cells, size = rows * NUM_BINS + bins, self.max_depth * NUM_BINS
         new = [np.bincount(cells, minlength=size), np.bincount(cells, survived, size)]
-        self._counts += np.reshape(new, (kinds, depths, num_bins)).transpose(1, 0, 2)
+        self._counts += np.reshape(new, (2, self.max_depth, NUM_BINS)).transpose(1, 0, 2)
         self._values = None
 
     @property
@@ -107,10 +103,9 @@ class Survival:
 
     def __call__(self, depth: Numbers, confidence: Numbers) -> Array:
         """Return survival [...] of drafts at ``depth`` [...] from 1 with ``confidence`` [...]."""
-        last = len(self._middles) - 1
-        place = (log_odds(confidence) - self._middles[0]) / self._width
-        place = np.minimum(np.maximum(place, 0.0), last)
-        left = np.minimum(place.astype(np.int64), last - 1)
+        place = (log_odds(confidence) - _MIDDLES[0]) / _WIDTH
+        place = np.minimum(np.maximum(place, 0.0), NUM_BINS - 1)
+        left = np.minimum(place.astype(np.int64), NUM_BINS - 2)
         share = place - left
         rows = np.asarray(depth, dtype=np.int64) - 1
         low, high = self.values[rows, left], self.values[rows, left + 1]
@@ -157,8 +152,8 @@ class Survival:
         self._values = None
 
     def _bins(self, confidence: Array) -> NDArray[np.int64]:
-        place = ((log_odds(confidence) + LIMIT) / self._width).astype(np.int64)
-        return np.minimum(np.maximum(place, 0), len(self._middles) - 1)
+        place = ((log_odds(confidence) + LIMIT) / _WIDTH).astype(np.int64)
+        return np.minimum(np.maximum(place, 0), NUM_BINS - 1)
 
 
 class OneSlope:
