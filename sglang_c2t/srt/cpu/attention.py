@@ -47,9 +47,9 @@ class _Lengths:
 
 
 class TorchCpuAttnBackend(AttentionBackend):
-    """Prefill, decode and (ragged, tree) verification in plain torch. `verify_rows_seen` and
-    `verify_forwards_seen` count the query rows that reached the first layer in TARGET_VERIFY
-    forwards: the cost of verification, independent of other counters.
+    """Prefill, decode and (ragged, tree) verification in plain torch. `verify_rows_seen` counts the
+    query rows that reached the first layer in TARGET_VERIFY forwards: the cost of verification,
+    independent of other counters.
     """
 
     # EAGLE verification may carry `spec_info.ragged_verify_layout` outside of graphs
@@ -65,7 +65,6 @@ class TorchCpuAttnBackend(AttentionBackend):
         self.token_to_kv_pool = model_runner.token_to_kv_pool
         self.max_context_len = model_runner.model_config.context_len
         self.verify_rows_seen = 0
-        self.verify_forwards_seen = 0
         self._first_layer = int(getattr(self.token_to_kv_pool, "start_layer", 0) or 0)
         self._workspace = workspace or Workspace()
         self._lengths: _Lengths | None = None
@@ -110,7 +109,6 @@ class TorchCpuAttnBackend(AttentionBackend):
         _refuse_unsupported(layer, kwargs)
         if forward_batch.forward_mode.is_target_verify() and layer.layer_id == self._first_layer:
             self.verify_rows_seen += q.shape[0]
-            self.verify_forwards_seen += 1
         pool = self.token_to_kv_pool
         if save_kv_cache and k is not None and v is not None:
             loc = self._write_loc(forward_batch.out_cache_loc)
