@@ -4,14 +4,15 @@ In each step the draft offers K children for each of a request's W beam rows. W 
 layer (the root) and K after it. The *candidates* are numbered layer by layer and row by row. This
 is SGLang's flat index, so candidate c is a child of row c // K - 1. The policy decides which enter
 the tree and which may be forwarded; the K best of those become the next layer's beam rows::
-rows of the next layer::
 
     layer 1   root -> a b          beams: a b          candidates 0 1
     layer 2   a -> c d, b -> e f   beams: c e          candidates 2 3 4 5
     layer 3   c -> g h, e -> i j                       candidates 6 7 8 9
 
 A draft model's KV stays in the row that wrote it while the beams are re-sorted, so the ancestors
-of a row are in other rows. :meth:`TreeGrowth.ancestor_rows` has their numbers.
+of a row are in other rows. ``Beams.ancestor_rows`` has their numbers. Above, after layer 2, c is in
+row 0 under a in row 0, and e in row 1 under b in row 1: [[0, 0], [1, 1]]. With d instead of e they
+are [[0, 0], [0, 1]].
 
 Static shapes, no host reads. It runs any policy in torch. On a GPU a kernel runs the rules that it
 knows, without calling the policy (:meth:`TreeGrowth.add_judged`).
@@ -101,14 +102,6 @@ class TreeGrowth:
         if self._beams is None:
             self._beams = self._root()
         return self._beams
-
-    @property
-    def ancestor_rows(self) -> Tensor:
-        """[B, W, d]: the rows in which each beam's path was forwarded, over d layers. The last one
-        is the beam's own. Above, after layer 2, c is in row 0 under a in row 0, and e in row 1
-        under b in row 1: [[0, 0], [1, 1]]. With d instead of e: [[0, 0], [0, 1]].
-        """
-        return self.beams.ancestor_rows
 
     def add(
         self,

@@ -377,11 +377,11 @@ def test_growth_ancestor_rows_hold_the_tokens_of_the_path(draft: Draft, beta: fl
     """A draft writes a row's KV when it forwards the row; attention must find its own path."""
     run = grown(draft, GatedTree(ByMark(beta)))
     fresh = TreeGrowth(GatedTree(ByMark(beta)), draft.shape, draft.batch, "cpu")
-    assert fresh.ancestor_rows.shape == (draft.batch, 1, 0)
+    assert fresh.beams.ancestor_rows.shape == (draft.batch, 1, 0)
     forwards = run.beams[:-1]  # behind the last layer nothing is forwarded
     if not forwards:
         return
-    rows = run.growth.ancestor_rows
+    rows = run.growth.beams.ancestor_rows
     assert rows.shape == (draft.batch, draft.topk, len(forwards))
     for b in range(draft.batch):
         for k, text in enumerate(run.texts[len(forwards) - 1][b]):

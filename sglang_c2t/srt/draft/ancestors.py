@@ -30,7 +30,7 @@ def followed_by(draft_backend: Any) -> str:
 
 def follow(draft_backend: Any, step: int, rows: Tensor) -> None:
     """Before draft forward ``step``, point its rows to their ancestors unless SGLang does. The
-    ancestors were forwarded in ``rows`` [B, K, step + 1], see :attr:`TreeGrowth.ancestor_rows`.
+    ancestors were forwarded in ``rows`` [B, K, step + 1], see :attr:`Beams.ancestor_rows`.
     """
     if followed_by(draft_backend) != "exact":
         return
