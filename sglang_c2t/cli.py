@@ -212,18 +212,12 @@ def _add_watching(commands: Any) -> None:
         help="watch a running server",
         description="Reads /metrics of a server that runs with --c2t and --enable-metrics once an "
         "interval, and /c2t now and then. Fills the terminal; into a pipe, or with --once, it "
-        "prints a line of name=value an interval. A key from 1 to 9 switches the policy, after a "
-        "question, where the server lets you; q ends.",
+        "prints a line of name=value an interval.",
     )
     top.add_argument("url", nargs="?", default=URL, help="default: %(default)s")
     top.add_argument("--interval", type=float, default=2, help="seconds; default: %(default)s")
     top.add_argument("--once", action="store_true", help="print the line of one interval and end")
     _add_key(top)
-    top.add_argument(
-        "--admin-api-key",
-        metavar="KEY",
-        help="the server's, to switch policies; safer in SGLANG_ADMIN_API_KEY",
-    )
     top.set_defaults(run=_top)
 
 
@@ -338,11 +332,7 @@ def _api_key(args: argparse.Namespace) -> str | None:
     """Return the key from the flag or the environment."""
     from sglang_c2t.offline.client import API_KEY_ENV
 
-    return _sendable(args.api_key or os.environ.get(API_KEY_ENV) or None)
-
-
-def _sendable(key: str | None) -> str | None:
-    """Check that a key fits into a header."""
+    key: str | None = args.api_key or os.environ.get(API_KEY_ENV) or None
     if key is not None and not re.fullmatch("[!-~]+", key):
         raise ConfigError("the API key must be ASCII without spaces; it is not shown here")
     return key
@@ -374,8 +364,7 @@ def _top(args: argparse.Namespace) -> int:
     from sglang_c2t.offline.top import watch
 
     server = Server(args.url.rstrip("/"), _api_key(args), patience=5.0)
-    admin_key = args.admin_api_key or os.environ.get("SGLANG_ADMIN_API_KEY") or None
-    watch(server, interval=args.interval, once=args.once, admin_key=_sendable(admin_key))
+    watch(server, interval=args.interval, once=args.once)
     return 0
 
 

@@ -160,19 +160,6 @@ class Server:
             raise ConfigError(f"no SGLang server answers at {self.url}")
         return info
 
-    def switch(self, policy: str, admin_key: str | None) -> str:
-        """``POST /c2t`` another policy; returns the result in words."""
-        body = json.dumps({"policy": policy}).encode()
-        headers = authorization(admin_key or self.api_key) | {"Content-Type": "application/json"}
-        asked = urllib.request.Request(f"{self.url}/c2t", data=body, headers=headers)
-        try:
-            with urllib.request.urlopen(asked, timeout=self.patience) as response:
-                return f"policy {json.load(response)['policy']} from now on"
-        except HTTPError as error:
-            return f"refused: {_reason(error)}"
-        except (OSError, HTTPException, ValueError, LookupError, TypeError) as error:
-            return f"no answer: {error}"
-
     def _get(self, path: str) -> str | None:
         """The body of the answer; ``None`` on 404."""
         try:
@@ -198,11 +185,3 @@ class Server:
 
 class NoAnswerError(ConfigError):
     """The server does not answer now; it may be restarting."""
-
-
-def _reason(error: HTTPError) -> str:
-    """The reason in a server's refusal."""
-    try:
-        return str(json.loads(error.read())["error"]["message"])
-    except (OSError, ValueError, LookupError, TypeError):
-        return f"{error.code} {error.reason}"

@@ -1,23 +1,18 @@
 """``python -m sglang_c2t top``: watch a running server. Reads the counters of ``/metrics`` once an
 interval, and the settings of ``GET /c2t`` now and then. Fills a terminal; writes one line per
-interval into a pipe. A number key switches the policy, if the server allows it.
+interval into a pipe.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import os
-import select
 import sys
-import termios
 import time
-import tty
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import urlsplit
 
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.live import Live
@@ -29,10 +24,6 @@ from sglang_c2t.offline.observe import NoAnswerError, Sample, Server, Window
 
 #: Intervals between two reads of the settings, which cost the server more than its counters do.
 SETTINGS_EVERY = 5
-
-#: Policies with a number key, for servers of chains and of trees.
-CHAINS = ("auto", "c2t", "c2t-log", "c2t-plus", "dyjoint", "dymax", "rows-only", "fixed")
-TREES = ("auto", "c2t", "c2t-log", "c2t-plus", "dyjoint", "eagle2")
 
 #: Intervals whose tokens per second are drawn.
 DRAWN = 30
@@ -124,22 +115,14 @@ def _number(value: float | None, digits: int) -> str:
 
 @dataclass
 class Screen:
-    """State of the terminal: the numbers shown, and the keys typed so far."""
+    """The numbers that a terminal shows."""
 
     url: str
-    read_only: str | None  # why no policy can be switched; None if it can
     told: Mapping[str, Any]  # GET /c2t
     view: View | None = None
     clock: str = ""
     status: str = ""  # what is wrong with the numbers
-    note: str = ""  # result of the last key
-    asked_for: str | None = None  # the policy that waits for a yes
     history: deque[float] = field(default_factory=lambda: deque(maxlen=DRAWN))
-
-    @property
-    def menu(self) -> tuple[str, ...]:
-        """The policies with a number key."""
-        return CHAINS if self.told["serving"][0]["topk"] == 1 else TREES
 
     def show(self, view: View, clock: str) -> None:
         """Show the numbers of a new interval."""
@@ -147,25 +130,8 @@ class Screen:
         self.history.append(view.tokens)
         self.status = "the server has restarted" if view.restarted else ""
 
-    def key(self, typed: str, switch: Callable[[str], str]) -> bool:
-        """Handle a key; returns whether to go on. ``switch`` switches the server's policy and
-        returns the result in words.
-        """
-        self.note = ""
-        if self.asked_for is not None:
-            asked, self.asked_for = self.asked_for, None
-            self.note = switch(asked) if typed in "yY" else f"policy stays {self.told['policy']}"
-        elif typed in "qQ":
-            return False
-        elif typed in "123456789" and int(typed) <= len(self.menu):
-            if self.read_only is None:
-                self.asked_for = self.menu[int(typed) - 1]
-            else:
-                self.note = f"read-only: {self.read_only}"
-        return True
-
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Render into 80 columns and 24 lines, with the keys on top."""
+        """Render into 80 columns and 24 lines."""
         head = Table.grid(expand=True)
         head.add_column()
         head.add_column(justify="right")
@@ -174,7 +140,7 @@ class Screen:
         policy = f"policy {self.told['policy']}{several}"
         head.add_row(Text(f"sglang-c2t  {self.url}", style="bold"), Text(f"{policy}  {self.clock}"))
         yield head
-        yield from self._asks()
+        yield Text(self.status or "ctrl-C ends it", style="bold" if self.status else "")
         if self.view is None:
             yield Text("waiting for a first interval ...")
             return
@@ -219,17 +185,6 @@ class Screen:
         }
         return _beside(("plan", left), ("why drafts end", stops or {"": "no draft ended"}))
 
-    def _asks(self) -> list[RenderableType]:
-        numbers = "  ".join(f"{n} {name}" for n, name in enumerate(self.menu, start=1))
-        if self.asked_for is not None:
-            asks = Text(f"switch to {self.asked_for}? y: yes, any other key: no", style="bold")
-        elif self.read_only is None:
-            asks = Text(f"switch to: {numbers}")
-        else:
-            asks = Text(f"read-only: {self.read_only}")
-        said = ("q: quit", self.status, self.note)
-        return [asks, Text("  ".join(filter(None, said)), style="bold" if self.status else "")]
-
 
 def _beside(*panels: tuple[str, Mapping[str, str]]) -> RenderableType:
     tall = max(len(rows) for _, rows in panels)
@@ -257,26 +212,8 @@ def _drawn(history: deque[float]) -> str:
 # -- the loop ----------------------------------------------------------------------------------
 
 
-def read_only_because(told: Mapping[str, Any], url: str, admin_key: str | None) -> str | None:
-    """Why the policy cannot be switched from here; ``None`` if it can."""
-    changed_by = told.get("changed_by")
-    if changed_by == "admin key":
-        return None if admin_key else "give --admin-api-key to switch policies"
-    if changed_by == "this machine":
-        here = _is_loopback(urlsplit(url).hostname or "")
-        return None if here else "the server takes changes from its own machine only"
-    return "the server has no admin key, and no --c2t-loopback-control"
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
-def watch(server: Server, *, interval: float, once: bool, admin_key: str | None) -> None:
-    """Show a server until ``q`` or ctrl-C is typed; with ``once`` print one line. Raises
+def watch(server: Server, *, interval: float, once: bool) -> None:
+    """Show a server until ctrl-C is typed; with ``once`` print one line. Raises
     :class:`~sglang_c2t.config.ConfigError` if the server does not answer at first. Later this waits
     for it to come back.
     """
@@ -286,7 +223,7 @@ def watch(server: Server, *, interval: float, once: bool, admin_key: str | None)
         if once or not console.is_terminal:
             _print_lines(follow, once)
         else:
-            _fill_screen(follow, console, admin_key)
+            _fill_screen(follow, console)
 
 
 class _Follower:
@@ -314,13 +251,6 @@ class _Follower:
         view, self._last = view_of(Window(self._last, sample)), sample
         return view
 
-    def switch(self, policy: str, admin_key: str | None) -> str:
-        """Switch the server's policy; returns the result in words."""
-        said = self.server.switch(policy, admin_key)
-        with contextlib.suppress(NoAnswerError):
-            self.told = self.server.told()
-        return said
-
 
 def _print_lines(follow: _Follower, once: bool) -> None:
     try:
@@ -335,43 +265,15 @@ def _print_lines(follow: _Follower, once: bool) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _fill_screen(follow: _Follower, console: Console, admin_key: str | None) -> None:
-    url = follow.server.url
-    screen = Screen(url, read_only_because(follow.told, url, admin_key), follow.told)
-    live = Live(screen, console=console, screen=True, auto_refresh=False)
-    with _keys() as next_key, live:
-        due = time.monotonic() + follow.interval
+def _fill_screen(follow: _Follower, console: Console) -> None:
+    screen = Screen(follow.server.url, follow.told)
+    with Live(screen, console=console, screen=True, auto_refresh=False) as live:
         while True:
             live.update(screen, refresh=True)
-            typed = next_key(max(due - time.monotonic(), 0.0))
-            if typed is not None:
-                if not screen.key(typed, lambda policy: follow.switch(policy, admin_key)):
-                    return
+            time.sleep(follow.interval)
+            seen, clock = follow.look(), time.strftime("%H:%M:%S")
+            if isinstance(seen, str):
+                screen.status, screen.clock = seen, clock
             else:
-                due = time.monotonic() + follow.interval
-                seen, clock = follow.look(), time.strftime("%H:%M:%S")
-                if isinstance(seen, str):
-                    screen.status, screen.clock = seen, clock
-                else:
-                    screen.show(seen, clock)
+                screen.show(seen, clock)
             screen.told = follow.told
-
-
-@contextlib.contextmanager
-def _keys() -> Iterator[Callable[[float], str | None]]:
-    """Yield a function that waits so many seconds for a key; ``None`` when none was typed."""
-    if not sys.stdin.isatty():  # keys go elsewhere
-        yield time.sleep
-        return
-    stdin = sys.stdin.fileno()
-    before = termios.tcgetattr(stdin)
-
-    def next_key(seconds: float) -> str | None:
-        ready, _, _ = select.select([stdin], [], [], seconds)
-        return os.read(stdin, 1).decode(errors="replace") if ready else None
-
-    try:
-        tty.setcbreak(stdin)
-        yield next_key
-    finally:
-        termios.tcsetattr(stdin, termios.TCSADRAIN, before)

@@ -37,13 +37,9 @@ class FakeServer:
             "/metrics": (200, METRICS[0]),
             "/server_info": (200, json.dumps({"internal_states": [{}]})),
         }
-        self.posted: list[tuple[Any, str | None]] = []
-        """Bodies, and who sent them."""
 
     def reply(self, path: str, body: Any, key: str | None) -> tuple[int, str]:
         """Answer a GET, or a POST with its body, from the sender of ``key``."""
-        if body is not None:
-            self.posted.append((body, key))
         return self.answers.get(path, (404, ""))
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
@@ -107,13 +105,3 @@ def test_advise_seconds_out_of_range_are_refused(
     capsys: pytest.CaptureFixture[str], flags: list[str]
 ) -> None:
     assert "--seconds must be from 1 to 3600" in refusal(capsys, "advise", *flags)
-
-
-def test_observe_switch_sends_the_admin_key(server: FakeServer) -> None:
-    asked = Server(server.url, "clients")
-    server.answers["/c2t"] = 200, json.dumps({"policy": "c2t"})
-    assert asked.switch("c2t", "operators") == "policy c2t from now on"
-    assert server.posted == [({"policy": "c2t"}, "Bearer operators")]
-    error: dict[str, Any] = {"error": {"message": "needs a restart"}}
-    server.answers["/c2t"] = 400, json.dumps(error)
-    assert asked.switch("c2t", None) == "refused: needs a restart"

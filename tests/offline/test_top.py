@@ -13,7 +13,7 @@ from rich.console import Console
 
 from sglang_c2t.offline import top
 from sglang_c2t.offline.observe import Sample, Server, Window, sample_of
-from sglang_c2t.offline.top import Screen, line_of, read_only_because, view_of
+from sglang_c2t.offline.top import Screen, line_of, view_of
 from tests.offline.servers import METRICS, SERVING, TOLD, FakeServer, serving
 
 BEFORE, AFTER = (sample_of(text, at=3.0 * number) for number, text in enumerate(METRICS))
@@ -35,8 +35,8 @@ def drawn(screen: Screen, **terminal: Any) -> list[str]:
     return sink.getvalue().splitlines()
 
 
-def of(view: top.View = ALL, read_only: str | None = None, **told: Any) -> Screen:
-    screen = Screen("http://127.0.0.1:30000", read_only, TOLD | told)
+def of(view: top.View = ALL, **told: Any) -> Screen:
+    screen = Screen("http://127.0.0.1:30000", TOLD | told)
     screen.show(view, "14:03:22")
     return screen
 
@@ -58,48 +58,6 @@ def test_top_screen_of_an_idle_server_has_dashes() -> None:
     assert "not planned" in text
     assert "no draft ended" in text
     assert "accept length   -" in text
-
-
-def test_top_switch_needs_a_number_and_a_yes() -> None:
-    switched: list[str] = []
-
-    def switch(policy: str) -> str:
-        switched.append(policy)
-        return "done"
-
-    screen = of()
-    for keys, asked in (("2n", []), ("2 ", []), ("2y", ["c2t"]), ("x0", ["c2t"])):
-        assert all(screen.key(typed, switch) for typed in keys)
-        assert switched == asked
-    screen.key("3", switch)
-    assert "switch to c2t-log? y: yes" in "\n".join(drawn(screen))
-    assert screen.key("q", switch), "no answer to the question"
-    assert not screen.key("q", switch)
-
-
-def test_top_server_without_changes_is_read_only() -> None:
-    screen = of(read_only="the server has no admin key")
-    assert screen.key("2", lambda policy: pytest.fail("it was switched"))
-    assert screen.key("y", lambda policy: pytest.fail("it was switched"))
-    assert "read-only: the server has no admin key" in "\n".join(drawn(screen))
-
-
-@pytest.mark.parametrize(
-    ("changed_by", "url", "key", "may"),
-    [
-        ("admin key", "http://far", "k", True),
-        ("admin key", "http://localhost", None, False),
-        ("this machine", "http://127.0.0.1:3", None, True),
-        ("this machine", "http://[::1]:3", None, True),
-        ("this machine", "http://10.0.0.3:3", None, False),
-        ("nobody", "http://localhost", "k", False),
-    ],
-)
-def test_top_read_only_because_of_key_or_machine(
-    changed_by: str, url: str, key: str | None, may: bool
-) -> None:
-    reason = read_only_because({"changed_by": changed_by}, url, key)
-    assert (reason is None) == may
 
 
 def test_top_waits_for_a_server_that_restarts(server: FakeServer) -> None:
