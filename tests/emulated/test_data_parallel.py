@@ -87,13 +87,3 @@ def test_requests_that_leave_lose_their_place_or_ask_for_more_leave_the_others_a
     run = gathering.run(aborted=1, opted_out=0, asked=True, retracting=True)
     served = _served(emulated, gathering, GATED, run)
     assert sum(served.retracted) > 0
-
-
-@pytest.mark.extended
-def test_ranks_that_count_their_own_rows_alone_are_seen(
-    emulated: Emulator, gathering: Gathering
-) -> None:
-    """On GPUs they would wait for each other for ever."""
-    run = gathering.one_rank_first(mutant="a rank hears of its own rows alone")
-    (broken,) = emulated.try_to(gathering.case(GATED, run))
-    assert "Defect: ranks differ" in broken.error, broken.error

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from tests.emulated.emulator import Emulator
-from tests.emulated.mutants import PENALISED, TRIED
 from tests.emulated.oracle import JOINS, Oracle
 from tests.emulated.serve import Request, Run, Served
 from tests.emulated.servers import SEEDED
@@ -122,16 +121,6 @@ def test_greedy_tokens_are_those_of_penalties_applied_token_by_token(
     for what in WAITS:
         most = max(step.get(what, 0) for step in run.steps)
         assert most <= max(step.get(what, 0) for step in usual.steps), what
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("name", [name for name, m in TRIED.items() if m.server == PENALISED])
-def test_a_mistake_of_penalties_is_seen(
-    emulated: Emulator, oracle: Oracle, stop: int, name: str
-) -> None:
-    run = Run(requests(oracle, stop), mutant=name)
-    (broken,) = emulated.serve(oracle.case("EAGLE3 chains, FA3", run))
-    assert wrong(oracle, broken)
 
 
 def test_seeded_tokens_are_those_of_the_target_alone_without_overlap(

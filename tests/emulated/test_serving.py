@@ -5,14 +5,12 @@ requests that come while others run, and streams as late as the program allows o
 from __future__ import annotations
 
 import itertools
-import re
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
 from tests.emulated.emulator import Emulator
-from tests.emulated.mutants import TRIED
 from tests.emulated.oracle import Oracle
 from tests.emulated.serve import Served
 from tests.emulated.servers import DRAFTS, NODES, SERVERS, STOCK
@@ -59,10 +57,6 @@ class Runs:
 
     orders: list[Served]  # as late as can be, and random ones
     events: dict[str, Served]
-
-
-#: What ends a run that went wrong; a look-up behind a table's end CUDA asserts as well.
-ENDS = r"\.(Defect|Refused): |IndexError: index out of range in self"
 
 
 class Every(dict[str, Runs]):
@@ -175,37 +169,6 @@ def test_memory_of_ours_is_little_beside_stock(served: dict[str, Runs]) -> None:
     stock = memory[STOCK["EAGLE3"]]["held"]
     for server in ("EAGLE3 chains, FA3", "EAGLE3 chains, FA3, gated"):
         assert memory[server]["held"] <= stock + MORE_MEMORY, server
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("server", sorted({m.server for m in TRIED.values()} & {*GREEDY}))
-def test_mistakes_are_seen(
-    emulated: Emulator, served: dict[str, Runs], oracle: Oracle, server: str
-) -> None:
-    """Those of one server: of its code before it starts, each in a server of its own, or later."""
-    sound, stock = served[server].orders[0], _stock(served, server)
-    mine = {name: mutant for name, mutant in TRIED.items() if mutant.server == server}
-    late = [name for name, mutant in mine.items() if not mutant.at_start]
-    runs = (oracle.run(mutant=name) for name in late)
-    broken = dict(zip(late, emulated.try_to(oracle.case(server, *runs)), strict=True))
-    for name in mine.keys() - broken.keys():
-        (broken[name],) = emulated.try_to(oracle.case(server, oracle.run(), mutant=name))
-    unseen = [name for name in mine if not _seen(oracle, server, broken[name], sound, stock)]
-    assert not unseen
-
-
-def _seen(
-    oracle: Oracle, server: str, broken: Served, sound: Served, stock: Served | None
-) -> list[str]:
-    """List what shows that a server was ``broken``."""
-    # What ends a run otherwise is a mutant that does not fit the code any more.
-    assert not broken.error or re.search(ENDS, broken.error), broken.error
-    seen = oracle.wrong(server, broken, stock)
-    if not seen and broken.verifications != sound.verifications:
-        seen = [f"{broken.verifications} verifications"]
-    if not seen and broken.rows != sound.rows:
-        seen = [f"{broken.rows} rows"]
-    return seen
 
 
 def _stock(served: dict[str, Runs], server: str) -> Served | None:
