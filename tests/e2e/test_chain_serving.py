@@ -13,12 +13,9 @@ from tests.e2e.conftest import (
     BODIES,
     CONCURRENCY,
     GatedServer,
-    replace_text,
-    run_beside_aborts,
     verified,
     verified_rows_reported,
 )
-from tests.e2e.mixed_load import LosslessnessSuite
 from tests.e2e.server_policies import FAILS, MODES
 
 ON_EACH_DRAFT = {"EAGLE3": MODES, "EAGLE": ("random",), "STANDALONE": ("random",)}
@@ -115,14 +112,6 @@ def test_meta_info_reports_the_drafts_that_were_really_proposed(runs: Runs) -> N
             assert meta["spec_accept_rate"] == pytest.approx(correct / proposed if proposed else 0)
 
 
-def test_a_seed_gives_the_same_tokens_with_and_without_speculation(
-    gated: GatedServer, suite: LosslessnessSuite
-) -> None:
-    """Draft lengths are random, and batches have other members than without speculation."""
-    for bodies, wanted in zip(suite.drawn, suite.wanted[1:], strict=True):
-        assert differing(gated.run("random", bodies, 8).outputs, wanted.outputs) == []
-
-
 @pytest.mark.parametrize("gated", ["EAGLE3"], indirect=True)
 def test_a_policy_that_raises_now_and_then_costs_no_answer_and_no_server(
     gated: GatedServer, expected: list[tuple[int, ...]]
@@ -134,15 +123,6 @@ def test_a_policy_that_raises_now_and_then_costs_no_answer_and_no_server(
     said = [line for line in lines if "so the server verifies full drafts there" in line]
     assert len(said) == 1
     assert "RuntimeError: this policy was told to fail (" in said[0]
-
-
-@pytest.mark.parametrize("gated", ["EAGLE3"], indirect=True)
-def test_aborted_requests_leave_the_others_untouched(
-    gated: GatedServer, expected: list[tuple[int, ...]]
-) -> None:
-    """Requests join, abort while drafted for and leave, in batches with checked ones."""
-    replace_text(gated.control, "random")
-    assert differing(run_beside_aborts(gated.server).outputs, expected) == []
 
 
 @pytest.mark.parametrize("gated", ["EAGLE", "STANDALONE"], indirect=True)

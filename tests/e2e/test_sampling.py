@@ -1,6 +1,6 @@
 """Samples under a gate and under a plan follow the target's own distribution.
 
-The tests of chains and of trees compare the tokens of a seed.
+`test_planned_serving.py` compares the tokens of a seed.
 """
 
 from __future__ import annotations

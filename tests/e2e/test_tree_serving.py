@@ -6,33 +6,22 @@ import json
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from transformers import AutoTokenizer
 
-from eval.prompts import demo_mix
-from eval.server import TARGET, Server, running
-from sglang_c2t.offline.client import LoadResult, differing, greedy, run_load
+from eval.server import running
+from sglang_c2t.offline.client import LoadResult, differing, greedy
 from tests.e2e.conftest import (
-    CONSTRAINED_BODIES,
-    LOGPROB_BODIES,
     TREE,
     GatedServer,
-    assert_same_logprobs,
     notes_of,
-    replace_text,
-    run_beside_aborts,
     tree_launch,
     verified,
     verified_rows_reported,
 )
-from tests.e2e.mixed_load import FLAGS, RETRACTING, LosslessnessSuite
+from tests.e2e.mixed_load import FLAGS, RETRACTING
 from tests.e2e.server_policies import FAILS
-from tests.e2e.verify_recorder import WATCHED
 
 N = TREE["num_draft_tokens"]
 MODES = {
@@ -133,74 +122,6 @@ def test_trees_are_really_walked(runs: dict[str, Served]) -> None:
     answers = [a for a in runs["random"].result.answers if verified(a)]
     drafts = sum(a.meta_info["spec_num_correct_drafts"] for a in answers)
     assert drafts > sum(a.meta_info["spec_verify_ct"] for a in answers) / 2
-
-
-def test_aborted_requests_leave_the_others_untouched(
-    trees: GatedServer, expected: list[tuple[int, ...]]
-) -> None:
-    """Requests that join, are aborted or lose their client, among ones that are checked."""
-    replace_text(trees.control, "random")
-    assert differing(run_beside_aborts(trees.server).outputs, expected) == []
-
-
-def test_a_seed_gives_the_same_tokens_whatever_tree_was_verified(
-    trees: GatedServer, suite: LosslessnessSuite
-) -> None:
-    """A row draws at its own place in the sequence, wherever it stands in tree and batch."""
-    for bodies, wanted in zip(suite.drawn, suite.wanted[1:], strict=True):
-        for count, concurrency in ((len(bodies), 8), (2, 1)):
-            got = trees.run("random", bodies[:count], concurrency)
-            assert differing(got.outputs, wanted.outputs[:count]) == [], concurrency
-            assert sum(a.meta_info.get("spec_num_correct_drafts", 0) for a in got.answers) > 0
-
-
-# -- the same log-probabilities, constraints, KV ------------------------------------------
-
-
-def test_log_probabilities_equal_those_of_plain_decoding(trees: GatedServer, plain: Server) -> None:
-    plain.flush_cache()
-    wanted = run_load(plain.url, LOGPROB_BODIES, concurrency=8)
-    assert_same_logprobs(trees.run("random", LOGPROB_BODIES), wanted)
-
-
-def test_constrained_and_free_requests_share_a_batch(trees: GatedServer, plain: Server) -> None:
-    """Each row of a tree has its own mask, that of the path to it."""
-    plain.flush_cache()
-    wanted = run_load(plain.url, CONSTRAINED_BODIES, concurrency=4)
-    assert differing(trees.run("random", CONSTRAINED_BODIES, 12).outputs, wanted.outputs) == []
-
-
-def test_the_kv_of_every_accepted_token_is_that_of_a_plain_prefill(trees: GatedServer) -> None:
-    """After each verification, in all layers: prompt, and the paths that were moved."""
-    tokenizer = AutoTokenizer.from_pretrained(TARGET)
-    prompts = [tokenizer(prompt.text)["input_ids"] for prompt in demo_mix(4, seed=6)]
-    moved = 0
-    for mode in ("full", "random"):
-        bodies = [tokens(ids, 24, f"{WATCHED}{i}") for i, ids in enumerate(prompts)]
-        with Notes(trees) as folder:
-            outputs = trees.run(mode, bodies).outputs
-            whole = [[*ids, *out] for ids, out in zip(prompts, outputs, strict=True)]
-            trees.run("none", [tokens(ids, 1, f"{WATCHED}all-{i}") for i, ids in enumerate(whole)])
-            for i, (ids, every) in enumerate(zip(prompts, whole, strict=True)):
-                wanted = torch.load(folder / f"{WATCHED}all-{i}.{len(every)}.pt")
-                steps = {int(path.suffixes[0][1:]): torch.load(path)
-                         for path in folder.glob(f"{WATCHED}{i}.*.pt")}  # fmt: skip
-                lengths = sorted(steps)
-                assert lengths[0] == len(ids)  # the prefill
-                # The last path may reach beyond what the request asked for.
-                for length in lengths[:-1]:
-                    assert steps[length].shape[1] == length
-                    torch.testing.assert_close(
-                        steps[length], wanted[:, :length], atol=2e-4, rtol=1e-3
-                    )
-                moved += sum(after - before > 2 for before, after in pairwise(lengths))
-    assert moved >= 10, "hardly a path was long enough to be moved"
-
-
-def tokens(ids: list[int], max_new_tokens: int, rid: str) -> dict[str, Any]:
-    """A greedy body on token ids that runs to its end."""
-    params = {"temperature": 0, "max_new_tokens": max_new_tokens, "ignore_eos": True}
-    return {"input_ids": ids, "rid": rid, "sampling_params": params}
 
 
 class Notes:
