@@ -6,11 +6,9 @@ import contextlib
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import requests
-from prometheus_client.parser import text_string_to_metric_families
 
 from eval.server import Server, environment
 from sglang_c2t.offline.servers import free_port, stop
@@ -19,25 +17,8 @@ from tests.forked_servers import start_as_users_do
 READY_SECONDS = 60.0
 
 
-@dataclass(frozen=True)
-class Router(Server):
-    """A running router, with its metrics at an address of its own."""
-
-    own_metrics: str
-
-    def routed(self, endpoint: str) -> float:
-        """Requests it has taken for this endpoint of its workers."""
-        told = requests.get(self.own_metrics, timeout=30).text
-        return sum(
-            sample.value
-            for family in text_string_to_metric_families(told)
-            for sample in family.samples
-            if sample.name == "smg_router_requests_total" and sample.labels["endpoint"] == endpoint
-        )
-
-
 @contextlib.contextmanager
-def routing(workers: Sequence[Server], logs: Path, *flags: str) -> Iterator[Router]:
+def routing(workers: Sequence[Server], logs: Path, *flags: str) -> Iterator[Server]:
     """A router over ``workers``, which are taken in turn unless ``flags`` say otherwise."""
     with _running(logs, len(workers), "--worker-urls", *(w.url for w in workers), *flags) as router:
         yield router
@@ -46,7 +27,7 @@ def routing(workers: Sequence[Server], logs: Path, *flags: str) -> Iterator[Rout
 @contextlib.contextmanager
 def routing_apart(
     prefill: Server, bootstrap_port: int, decode: Server, logs: Path
-) -> Iterator[Router]:
+) -> Iterator[Server]:
     """A router that has ``prefill`` read prompts, and ``decode`` answer them."""
     pair = ("--prefill", prefill.url, str(bootstrap_port), "--decode", decode.url)
     soon = "--worker-startup-check-interval", "1"
@@ -55,21 +36,17 @@ def routing_apart(
 
 
 @contextlib.contextmanager
-def _running(logs: Path, num_workers: int, *flags: str) -> Iterator[Router]:
-    port, own = free_port(), free_port()
+def _running(logs: Path, num_workers: int, *flags: str) -> Iterator[Server]:
+    port = free_port()
     argv = [
         sys.executable, "-m", "sglang_router.launch_router",
         "--host", "127.0.0.1", "--port", str(port),
-        "--prometheus-port", str(own), "--prometheus-host", "127.0.0.1",
+        # By default it binds one port, the same for all routers.
+        "--prometheus-port", str(free_port()), "--prometheus-host", "127.0.0.1",
         "--policy", "round_robin", *flags,
     ]  # fmt: skip
     process = start_as_users_do(argv, environment({}), logs / "router.log")
-    router = Router(
-        url=f"http://127.0.0.1:{port}",
-        process=process,
-        log=logs / "router.log",
-        own_metrics=f"http://127.0.0.1:{own}/metrics",
-    )
+    router = Server(f"http://127.0.0.1:{port}", process, logs / "router.log")
     try:
         _wait_for(router, num_workers)
         yield router

@@ -21,7 +21,7 @@ from sglang_c2t.offline.client import differing, greedy, run_load
 from sglang_c2t.offline.servers import free_port
 from tests.e2e.conftest import BODIES, CONCURRENCY, assert_counted, run_beside_aborts, series
 from tests.e2e.mixed_load import FLAGS, RETRACTING, LosslessnessSuite
-from tests.e2e.router import Router, routing_apart
+from tests.e2e.router import routing_apart
 
 
 def missing() -> str | None:
@@ -51,7 +51,7 @@ class Apart:
 
     prefill: Server
     decode: Server
-    router: Router
+    router: Server
 
 
 @contextlib.contextmanager
