@@ -4,36 +4,31 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
-from sglang.srt.speculative import eagle_worker_common, eagle_worker_v2, standalone_worker_v2
+from sglang.srt.speculative import eagle_worker_v2
 
 from sglang_c2t.classifier.pair import Pair
 from sglang_c2t.config import CONFIG_ENV, C2TConfig, active
-from sglang_c2t.draft.chain import ChainGate
 from sglang_c2t.draft.gate import Exploration
-from sglang_c2t.draft.tree import TreeGate
 from sglang_c2t.srt import compat, serving, worker
 from sglang_c2t.srt.data_parallel import Peers
-from sglang_c2t.srt.draft.chain import ChainDrafter
-from sglang_c2t.srt.draft.tree import TreeDrafter
 from sglang_c2t.srt.hooks import reporting
 from sglang_c2t.srt.recorder import Recorder
 from sglang_c2t.srt.verify import backends, trial
 from sglang_c2t.srt.verify.chain import ChainVerifyInput
 from sglang_c2t.srt.verify.packed import IdleVerifyInput
-from sglang_c2t.srt.worker import C2TEagleWorker, C2TStandaloneWorker
+from sglang_c2t.srt.worker import C2TEagleWorker
 from tests.doubles import double
 from tests.refusals import refused
 from tests.srt.chains import full_chains
 
 STEPS, WIDTH, SLOTS, REQUESTS = 5, 6, 8, 4
 PAIR = Pair("EAGLE3", "1" * 16, "2" * 16)
-EAGLE, STANDALONE = eagle_worker_v2.EAGLEWorkerV2, standalone_worker_v2.StandaloneWorkerV2
+EAGLE, DRAFT = eagle_worker_v2.EAGLEWorkerV2, eagle_worker_v2.EagleDraftWorker
 
 
 class Server:
@@ -56,14 +51,11 @@ class Server:
         monkeypatch.setattr(worker, "seed_costs", lambda *_: self.calls.append("seed costs"))
         self.with_backend(None)
         self.with_trial(lambda: None)
-        for cls, module in ((EAGLE, eagle_worker_v2), (STANDALONE, standalone_worker_v2)):
-            name = "EagleDraftWorker" if cls is EAGLE else "StandaloneDraftWorker"
-            monkeypatch.setattr(cls, "__init__", self._constructor(module, name))
+        monkeypatch.setattr(EAGLE, "__init__", self._constructor())
         monkeypatch.setattr(EAGLE, "init_attention_backends", lambda _: None)
         monkeypatch.setattr(EAGLE, "init_cuda_graphs", lambda _: self.calls.append("capture"))
-        monkeypatch.setattr(EAGLE, "verify", lambda made, batch: self._verify(made, batch))
-        for draft in (eagle_worker_v2.EagleDraftWorker, standalone_worker_v2.StandaloneDraftWorker):
-            monkeypatch.setattr(draft, "alloc_memory_pool", lambda *_, **__: None)
+        monkeypatch.setattr(EAGLE, "verify", lambda _, batch: self._verify(batch))
+        monkeypatch.setattr(DRAFT, "alloc_memory_pool", lambda *_, **__: None)
 
     def with_backend(self, unsupported_reason: str | None) -> None:
         """The target's attention backend cannot verify packed rows for this reason."""
@@ -80,7 +72,7 @@ class Server:
 
         self.patch(trial, "packed_output_mismatch", tried)
 
-    def _constructor(self, module: Any, draft_worker: str) -> Callable[..., None]:
+    def _constructor(self) -> Callable[..., None]:
         def construct(made: Any, server_args: Any, gpu_id: int) -> None:
             topk = server_args.speculative_eagle_topk
             sizes: dict[str, Any] = {
@@ -89,7 +81,7 @@ class Server:
             }  # fmt: skip
             table = double("ReqToTokenPool", req_to_token=torch.zeros(SLOTS, 16))
             made._draft_worker = double(
-                getattr(module, draft_worker), **sizes, req_to_token_pool=table,
+                eagle_worker_v2.EagleDraftWorker, **sizes, req_to_token_pool=table,
                 draft_runner=double("ModelRunner"), draft_attn_backend=None,
             )  # fmt: skip
             runner = double(
@@ -105,19 +97,11 @@ class Server:
 
         return construct
 
-    def _verify(self, made: Any, batch: Any) -> Any:
+    def _verify(self, batch: Any) -> Any:
         self.verified.append(batch.spec_info)
-        self.seen = SimpleNamespace(
-            width=made.speculative_num_draft_tokens,
-            topk=made.topk,
-            sampler=eagle_worker_common.eagle_sample,
-        )
         return self.result
 
-    def worker(
-        self, typed: C2TConfig | None = None, *, topk: int = 1, cls: Any = C2TEagleWorker,
-        **arguments: Any,
-    ) -> Any:  # fmt: skip
+    def worker(self, typed: C2TConfig | None = None, *, topk: int = 1, **arguments: Any) -> Any:
         """A worker whose draft worker has its memory, before any attention backend is there."""
         self.setenv(CONFIG_ENV, (typed or C2TConfig()).to_json())
         shape = {
@@ -129,7 +113,7 @@ class Server:
             "speculative_accept_threshold_acc": 1.0, "model_path": "target",
             "speculative_draft_model_path": "draft",
         }  # fmt: skip
-        made = cls(double("ServerArgs", **shape, **modes | arguments), gpu_id=0)
+        made = C2TEagleWorker(double("ServerArgs", **shape, **modes | arguments), gpu_id=0)
         made._draft_worker.alloc_memory_pool()
         return made
 
@@ -160,25 +144,6 @@ def state(made: Any) -> dict[str, Any]:
 
 def policy_of(made: Any) -> str:
     return str(made._drafter.gate.served.policy.name)
-
-
-# -- construction ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("topk", "drafter", "gate"), [(1, ChainDrafter, ChainGate), (4, TreeDrafter, TreeGate)]
-)
-@pytest.mark.parametrize("cls", [C2TEagleWorker, C2TStandaloneWorker])
-def test_worker_constructor_builds_our_draft_worker_and_drafter(
-    server: Server, cls: Any, topk: int, drafter: type, gate: type
-) -> None:
-    stock = eagle_worker_v2.EagleDraftWorker, standalone_worker_v2.StandaloneDraftWorker
-    made = server.worker(C2TConfig("c2t"), topk=topk, cls=cls)
-    assert type(made._draft_worker) is cls.draft_worker_class
-    assert isinstance(made._draft_worker, stock[cls is C2TStandaloneWorker])
-    assert (type(made._drafter), type(made._drafter.gate)) == (drafter, gate)
-    after = eagle_worker_v2.EagleDraftWorker, standalone_worker_v2.StandaloneDraftWorker
-    assert after == stock
 
 
 # -- choice of verification at start-up -------------------------------------------------------
@@ -396,49 +361,11 @@ def test_worker_verify_reports_its_rows_on_the_result(server: Server) -> None:
     assert WIDTH in strides
 
 
-def test_worker_verify_swaps_sampler_and_width_for_the_step(server: Server) -> None:
-    """A server of trees may verify chains, which are narrower."""
-    made = server.started(C2TConfig("dyjoint"), topk=4)
-    own = eagle_worker_common.eagle_sample
-    narrow = ChainVerifyInput.cut(full_chains(2, 3), torch.ones(2, dtype=torch.int32))
-    narrow.step = made._drafter.planning.begin(2)
-    made.verify(batch_of(narrow))
-    assert (server.seen.width, server.seen.topk) == (3, 1)
-    assert server.seen.sampler is not own
-    assert (made.speculative_num_draft_tokens, made.topk) == (WIDTH, 4)
-    assert eagle_worker_common.eagle_sample is own
-
-
 def test_worker_verify_leaves_sglangs_own_input_alone(server: Server) -> None:
     made, theirs = server.started(), full_chains(2, WIDTH)
     result = made.verify(batch_of(theirs))
     assert server.verified == [theirs]
     assert not hasattr(result, "c2t_step")
-
-
-def test_worker_planned_step_teaches_the_planner(server: Server) -> None:
-    made = server.started()
-    learnt: list[Any] = []
-    planning = made._serving.planning
-    planning.finish = lambda step, verify_input, lens: learnt.append((step, lens.tolist()))
-    verify_input = chains(made, [2, 6])
-    step = made.verify(batch_of(verify_input)).c2t_step
-    assert learnt == [(verify_input.step, [1, 3])]
-    assert step.plan is verify_input.step.plan
-    assert made._drafter.planning is planning
-
-
-def test_worker_prefill_recalls_penalties_of_retracted_requests(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    recalled: list[Any] = []
-    monkeypatch.setattr(worker, "recall", recalled.append)
-    monkeypatch.setattr(EAGLE, "forward_batch_generation", lambda _, batch: "stock")
-    made = server.started()
-    prefill, decode = batch_of(None, ForwardMode.EXTEND), batch_of(None)
-    assert made.forward_batch_generation(prefill) == "stock"
-    assert made.forward_batch_generation(decode) == "stock"
-    assert recalled == [prefill]
 
 
 # -- recording --------------------------------------------------------------------------------
