@@ -9,16 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from eval.prompts import Prompt, demo_mix
 from eval.recordings import Recorded, named_bodies, record
 from eval.server import Launch, running, speculative_flags
 from eval.tables.tree_replay import Forest, replay_trees
-from sglang_c2t.classifier.recording import Recording, read_recording
-from sglang_c2t.classifier.request_names import name_requests
 from sglang_c2t.config import C2TConfig
-from sglang_c2t.offline.client import differing, run_load
+from sglang_c2t.offline.client import differing
 from sglang_c2t.policies import TreePolicy, build_tree_policy
 from sglang_c2t.policies.base import TreeShape
 from tests.e2e.conftest import REPOSITORY, GatedServer, own_policy_flags
@@ -60,15 +57,13 @@ def policy_of(settings: dict[str, Any]) -> TreePolicy:
 class RecordedAndLive:
     """A recording of PROMPTS and a server with the same draft and a policy to switch."""
 
-    recording: Recording
     forest: Forest
     gated: GatedServer
 
 
 @pytest.fixture(scope="module")
 def both(logs: Path) -> Iterator[RecordedAndLive]:
-    recording = record(ALGORITHM, PROMPTS, logs / "recorded-trees", RECORDED)
-    forest = Forest.from_recording(recording)
+    forest = Forest.from_recording(record(ALGORITHM, PROMPTS, logs / "recorded-trees", RECORDED))
     control = logs / "replayed-tree-policy"
     measured = sorted(set().union(*(policy_of(settings).needs for settings in CONFIGS.values())))
     flags = (
@@ -79,7 +74,7 @@ def both(logs: Path) -> Iterator[RecordedAndLive]:
     )
     launch = Launch("replayed-trees", flags, env={"PYTHONPATH": str(REPOSITORY)})
     with running(launch, logs) as server:
-        yield RecordedAndLive(recording, forest, GatedServer(server, ALGORITHM, control))
+        yield RecordedAndLive(forest, GatedServer(server, ALGORITHM, control))
 
 
 def served(gated: GatedServer, mode: str) -> dict[str, Counts]:
@@ -133,48 +128,3 @@ def test_recording_every_root_changes_no_output(both: RecordedAndLive) -> None:
     assert roots == {rid: length for rid, length in lengths.items() if length}
     assert differing(full.outputs, both.gated.run("none", bodies).outputs) == []
     assert differing(full.outputs, both.gated.run("random", bodies).outputs) == []
-
-
-def drafts_of(recording: Recording) -> dict[tuple[str, int], dict[str, torch.Tensor]]:
-    """Node columns by request and position."""
-    sizes = recording.nodes["draft"].bincount(minlength=recording.num_drafts).tolist()
-    columns = {name: column.split(sizes) for name, column in recording.nodes.items()}
-    rows = zip(*(recording.drafts[n].tolist() for n in ("request", "position")), strict=True)
-    return {
-        (recording.requests[request], position): {n: column[row] for n, column in columns.items()}
-        for row, (request, position) in enumerate(rows)
-    }
-
-
-def test_a_server_that_records_now_and_then_writes_the_very_same_trees(
-    both: RecordedAndLive, logs: Path
-) -> None:
-    """While a policy prunes all other steps; labels are those of the greedy target."""
-    folder = logs / "recorded-now-and-then"
-    config = logs / "now-and-then.json"
-    config.write_text(json.dumps({"policy": "c2t", "record": str(folder), "record_share": 0.3}))
-    flags = (
-        *speculative_flags(
-            ALGORITHM, RECORDED.num_steps, RECORDED.topk, RECORDED.num_draft_tokens
-        ),
-        "--c2t", "--c2t-config", str(config),
-    )  # fmt: skip
-    with running(Launch("now-and-then", flags), logs) as server:
-        bodies = named_bodies(PROMPTS, RECORDED.max_new_tokens)
-        run_load(server.url, bodies, concurrency=9)
-        state = server.c2t_state()["recording"]
-        name_requests(folder, state["id_key"], [body["rid"] for body in bodies])
-    assert state["stopped"] is None
-    assert state["drafts"] == state["drafts_written"]
-    every = drafts_of(both.recording)
-    found = {
-        spot: nodes
-        for spot, nodes in drafts_of(read_recording(folder)).items()
-        if spot[0].count("/") == 1
-    }  # fmt: skip - the server's warm-up is not ours
-    assert len(found) > 10
-    for spot, nodes in found.items():
-        for name in ("parent", "rank", "depth", "accept"):
-            assert torch.equal(nodes[name], every[spot][name]), (spot, name)
-        for name in ("prob", "joint", "entropy", "margin", "entropy_top1000"):
-            torch.testing.assert_close(nodes[name], every[spot][name], rtol=1e-3, atol=1e-4)
