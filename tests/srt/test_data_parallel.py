@@ -8,9 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_c2t.srt import data_parallel
 from sglang_c2t.srt.data_parallel import Peers
-from tests.doubles import double
 
 
 @pytest.mark.parametrize(
@@ -43,12 +41,3 @@ def test_peers_hear_the_first_rank_of_each_replica(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(torch.distributed, "all_gather", all_gather)
     assert Peers(parallel).of_all(1, 2) == [[1, 2], [11, 12]]
-
-
-def test_telling_rows_swaps_row_counts_for_the_forward() -> None:
-    batch = double("ScheduleBatch", global_num_tokens=[2, 0], global_num_tokens_for_logprob=[2, 0])
-    packed = double("EagleVerifyInput", num_tokens_per_req=6, num_tokens_for_logprob_per_req=6)
-    with data_parallel.telling_rows(batch, packed, [7, 1]):
-        assert batch.global_num_tokens == batch.global_num_tokens_for_logprob == [7, 1]
-        assert packed.num_tokens_per_req == packed.num_tokens_for_logprob_per_req == 1
-    assert (batch.global_num_tokens, packed.num_tokens_per_req) == ([2, 0], 6)

@@ -146,26 +146,6 @@ def chain_input(lens: list[int], width: int, **fields: Any) -> Any:
     return chain.ChainVerifyInput.cut(stock, num_rows, packing=packing, **fields)
 
 
-def test_verifying_swaps_sglangs_functions_and_restores_them() -> None:
-    """Where nothing is packed only the sampler, which asks whether logits depend on outputs."""
-    common = packed.eagle_worker_common
-    names = "eagle_prepare_for_verify", "eagle_sample", "_finalize_accept_tree_path"
-    before = [getattr(common, name) for name in names]
-    chains = chain_input([2, 1], width=3)
-    target = double("TpModelWorker", forward_batch_generation=None)
-    with packed.verifying(chains, target):
-        inside = [getattr(common, name) for name in names]
-    assert all(ours is not stock for ours, stock in zip(inside, before, strict=True))
-    assert [getattr(common, name) for name in names] == before
-    chains.packing = None
-    with packed.verifying(chains, target):
-        unpacked = [
-            getattr(common, name) is stock for name, stock in zip(names, before, strict=True)
-        ]
-    assert unpacked == [True, False, True]
-    assert [getattr(common, name) for name in names] == before
-
-
 def test_chain_verify_input_ends_chains_at_their_cut() -> None:
     stock = full_chains(2, width=3)
     stock.hidden_states = "undeclared"
