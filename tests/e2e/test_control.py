@@ -59,12 +59,6 @@ class Controlled:
         told: dict[str, Any] = response.json()
         return told
 
-    def refusal(self, body: Any) -> str:
-        """Text of the answer to a POST that must be refused."""
-        response = requests.post(f"{self.server.url}/c2t", json=body, headers=ADMIN, timeout=60)
-        assert 400 <= response.status_code < 500, response.text
-        return response.text
-
     def settings(self) -> dict[str, Any]:
         return settings_of(self.server.url)
 
@@ -233,21 +227,6 @@ def test_policies_switched_in_every_order_under_load_change_no_output_and_no_cou
     controlled.post(policy="c2t")
 
 
-@pytest.mark.parametrize(
-    ("body", "reason"),
-    [
-        ({"beta": 2}, "beta must be a number in (0, 1), got 2"),
-        ({"policy": "c2t", "policy_options": {"colour": 1}}, "does not take these options"),
-    ],
-)
-def test_a_refused_change_says_why_and_changes_nothing(
-    controlled: Controlled, body: Any, reason: str
-) -> None:
-    before = controlled.settings()
-    assert reason in controlled.refusal(body)
-    assert controlled.settings() == before
-
-
 def test_a_request_that_opts_out_has_its_drafts_verified_whole(
     controlled: Controlled, expected: list[tuple[int, ...]]
 ) -> None:
@@ -269,14 +248,6 @@ def test_a_request_that_opts_out_has_its_drafts_verified_whole(
         assert whole == (number % 2 == 0)
         for count in ("spec_verify_ct", "spec_num_correct_drafts"):
             assert not whole or answer.meta_info[count] == other.meta_info[count], (number, count)
-
-
-def test_an_opt_out_that_is_no_truth_value_is_refused(controlled: Controlled) -> None:
-    body = copy.deepcopy(BODIES[0])
-    body["sampling_params"]["custom_params"] = {"c2t": "no"}
-    response = requests.post(f"{controlled.server.url}/generate", json=body, timeout=60)
-    assert response.status_code == 400
-    assert "c2t must be true or false" in response.text
 
 
 def test_chat_requests_may_opt_out_too(controlled: Controlled) -> None:

@@ -55,10 +55,6 @@ def planned(logs: Path) -> Iterator[Planned]:
         yield Planned(server, state)
 
 
-def test_chains_are_planned_where_no_policy_was_named(planned: Planned) -> None:
-    assert planned.told()["policy"] == "auto"
-
-
 def test_outputs_are_those_without_speculation_at_every_load(
     planned: Planned, expected: list[tuple[int, ...]]
 ) -> None:
