@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -134,27 +133,3 @@ def test_answers_are_those_of_no_speculation(name: str) -> None:
     if "--c2t" in case.flags:
         kind = "trees" if case.topk > 1 else "chains"
         assert re.search(rf"(ragged|packed) verification of {kind}", log), "verified full width"
-
-
-def test_a_session_that_is_out_of_time_leaves_no_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pytest alone ends at once, and its server would keep the GPU from the next stage."""
-    up = []
-
-    @contextmanager
-    def fake(launch: Launch, _: Path) -> Iterator[str]:
-        up.append(launch.name)
-        try:
-            yield launch.name
-        finally:
-            up.clear()
-
-    monkeypatch.setattr("tests.cuda.test_servers.running", fake)
-
-    def run() -> None:
-        with served("any"):
-            assert up == ["any"]
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    with pytest.raises(KeyboardInterrupt):
-        run()
-    assert up == []
