@@ -157,12 +157,12 @@ def packing(batch: int) -> list[Work]:
     ]
 
 
-def trees(batch: int, nodes: int = TREE) -> tuple[Tensor, Tensor]:
+def trees(batch: int) -> tuple[Tensor, Tensor]:
     """Random parents [B, N] int64 and rows [B] in [1, N]; padding is the root's child."""
-    node = torch.arange(nodes)
-    parents = (torch.rand(batch, nodes) * node).long()
+    node = torch.arange(TREE)
+    parents = (torch.rand(batch, TREE) * node).long()
     parents[:, 0] = -1
-    return parents, torch.randint(1, nodes + 1, (batch,))
+    return parents, torch.randint(1, TREE + 1, (batch,))
 
 
 def masks(batch: int) -> list[Work]:

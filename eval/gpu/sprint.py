@@ -48,7 +48,6 @@ TESTS = (
     "tests/kernels",
     "tests/draft/test_chain.py",
     "tests/policies/test_fused.py",
-    "tests/cuda/test_flashinfer_trees.py",
 )
 GPUCHECK_SECONDS = 75.0
 
