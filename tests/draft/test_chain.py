@@ -11,11 +11,9 @@ from hypothesis import strategies as st
 
 from eval.baselines import Entropy
 from sglang_c2t.config import C2TConfig, ConfigError
-from sglang_c2t.draft import gate as parts
 from sglang_c2t.draft.chain import ChainGate, matched_drafts
 from sglang_c2t.draft_layer import measure
 from sglang_c2t.kernels.gate import judge_layer
-from sglang_c2t.kernels.gate_program import Relay
 from sglang_c2t.policies import DraftLayer, build_policy
 from sglang_c2t.policies.dyjoint import DyJoint
 from sglang_c2t.policies.dymax import DyMax
@@ -244,25 +242,6 @@ def test_chain_gate_program_decides_as_its_policy(name: str) -> None:
             next_first = draft_logits(len(real), seed=10 * seed + 2)
             gate.relay_first_token(torch.tensor(real), next_first)
     assert len(seen) > (0 if name == "fixed" else 2), "no choice"
-
-
-def test_chain_gate_warm_up_judges_first_tokens_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For logits like a layer's, as columns and type are compiled in."""
-    judged: list[tuple[Any, ...]] = []
-    stock = parts.judge_layer
-
-    def judge(logits: torch.Tensor, *args: Any, relay: Relay, **how: Any) -> Any:
-        judged.append((logits.shape[1], logits.dtype, relay.slots.dtype, how))
-        return stock(logits, *args, relay=relay, **how)
-
-    gate, logits = fused(DyJoint()), torch.randn(2, 30, dtype=torch.bfloat16)
-    gate.begin(torch.arange(2))
-    gate.observe(logits)
-    monkeypatch.setattr(parts, "judge_layer", judge)
-    gate.warm_up()
-    gate.join(torch.arange(2), logits)
-    assert judged[0] == judged[1]
-    assert len(judged) == 2
 
 
 def test_chain_gate_lengths_outlive_the_next_step() -> None:
