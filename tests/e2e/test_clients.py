@@ -1,4 +1,4 @@
-"""Existing clients report speculation: the openai package, SGLang's benchmark, gauges.
+"""Existing clients report speculation: the openai package, gauges.
 
 The server is the real pair as `make serve` starts it, so that answers can be read. But it does not
 plan: on a slow machine a planner may leave out the drafts of a short answer.
@@ -83,17 +83,3 @@ def test_the_gauge_of_accept_lengths_says_what_the_answers_say(server: Server) -
 def value(url: str, name: str) -> float:
     families = text_string_to_metric_families(requests.get(f"{url}/metrics", timeout=60).text)
     return next(s.value for family in families for s in family.samples if s.name == name)
-
-
-def test_sglangs_benchmark_reads_the_accept_length_of_a_gated_server(
-    server: Server, target: Path, logs: Path
-) -> None:
-    told = run(
-        logs, "-m", "sglang.bench_serving", "--backend", "sglang", "--base-url", server.url,
-        "--dataset-name", "random-ids", "--random-input-len", "32", "--random-output-len", "24",
-        "--num-prompts", "8", "--model", str(target), "--tokenizer", str(target), "--seed", "1",
-    )  # fmt: skip
-    length = float(re.findall(r"Accept length:\s+([\d.]+)", told)[0])
-    states = requests.get(f"{server.url}/server_info", timeout=60).json()["internal_states"]
-    assert length == pytest.approx(states[0]["avg_spec_accept_length"], abs=0.01)
-    assert 1 <= length <= 6
