@@ -1,7 +1,7 @@
-"""The demo target and its standalone draft as an architecture that serves data-parallel attention.
+"""The demo target as an architecture that serves data-parallel attention.
 
 GLM-4.5 whose layers are all dense: the same weights, and the same texts. Behind its attention it
-gathers the rows of all ranks, and so does the draft.
+gathers the rows of all ranks.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from safetensors.torch import load_file, save_file
 
-from eval.server import DRAFTS, TARGET
+from eval.server import TARGET
 
 #: Of experts that no layer has.
 _NO_EXPERTS = {"n_routed_experts": 2, "num_experts_per_tok": 1, "n_shared_experts": 1,
@@ -22,14 +22,9 @@ _NO_EXPERTS = {"n_routed_experts": 2, "num_experts_per_tok": 1, "n_shared_expert
 
 
 def save(folder: Path) -> None:
-    """Write ``folder``/target and ``folder``/draft."""
-    _save(TARGET, folder / "target")
-    _save(DRAFTS["STANDALONE"], folder / "draft")
-
-
-def _save(llama: Path, folder: Path) -> None:
+    """Write it into ``folder``."""
     folder.mkdir(parents=True)
-    settings: dict[str, Any] = json.loads((llama / "config.json").read_text())
+    settings: dict[str, Any] = json.loads((TARGET / "config.json").read_text())
     settings |= _NO_EXPERTS
     settings |= {
         "model_type": "glm4_moe", "architectures": ["Glm4MoeForCausalLM"],
@@ -39,7 +34,7 @@ def _save(llama: Path, folder: Path) -> None:
                             "partial_rotary_factor": 1.0},
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(settings))
-    weights = load_file(llama / "model.safetensors")
+    weights = load_file(TARGET / "model.safetensors")
     weights.setdefault("lm_head.weight", weights["model.embed_tokens.weight"].clone())
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     for name in ("tokenizer.json", "tokenizer_config.json"):

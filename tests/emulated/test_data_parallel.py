@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -35,13 +34,13 @@ class Gathering(Oracle):
     def __init__(self, folder: Path) -> None:
         super().__init__()
         self.flags = (
-            "--model-path", str(folder / "target"), *TWO_RANKS, "--dp-size", "2",
+            "--model-path", str(folder), *TWO_RANKS, "--dp-size", "2",
             "--enable-dp-attention",
         )  # fmt: skip
 
-    def one_rank_first(self, **how: Any) -> Run:
+    def one_rank_first(self) -> Run:
         """The second rank has nothing to do until its two requests come."""
-        run = self.run(**how)
+        run = self.run()
         requests = list(run.requests)
         requests[1], requests[3] = (replace(requests[n], joins=8) for n in (1, 3))
         return replace(run, requests=tuple(requests))
@@ -49,7 +48,7 @@ class Gathering(Oracle):
 
 @pytest.fixture(scope="module")
 def gathering(tmp_path_factory: pytest.TempPathFactory) -> Gathering:
-    folder = tmp_path_factory.mktemp("gathering")
+    folder = tmp_path_factory.mktemp("gathering") / "target"
     gathering_models.save(folder)
     return Gathering(folder)
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from eval.bench.config import BenchConfig
 from eval.bench.methods import (
     launches,
     method_flags,
@@ -19,10 +18,6 @@ from eval.bench.methods import (
 from tests.eval.bench_configs import config
 
 METHODS = [m.name for m in config().methods]
-
-
-def rungs(config: BenchConfig) -> list[tuple[float, int]]:
-    return [(load.temperature, c) for load in config.load for c in load.concurrency]
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

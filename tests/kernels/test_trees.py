@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed")
-pytest.importorskip("triton", reason="Triton is not installed")
 
 from sglang_c2t.draft.growth import TreeGrowth
 from sglang_c2t.kernels import beams, budget, outcome, survival, trees
