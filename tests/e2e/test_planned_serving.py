@@ -128,14 +128,13 @@ def test_uniform_and_planned_steps_of_any_layers_give_the_same_outputs(
     assert min(counted[f"c2t:plans_total{kind}"] for kind in kinds) > 20
 
 
-@pytest.mark.parametrize("algorithm", ["EAGLE3", "STANDALONE"])
 def test_drafts_after_long_bursts_of_draft_free_steps_are_accepted_as_often_as_after_short(
-    algorithm: str, logs: Path
+    logs: Path,
 ) -> None:
     """The draft extends at its end read all tokens of the burst. Requests end within bursts."""
-    control = logs / f"bursts-{algorithm}"
+    control = logs / "bursts"
     flags = own_policy_flags(BurstsJoint, control, logs, {"control": str(control)})
-    launch = Launch(f"bursts-{algorithm}", (*speculative_flags(algorithm), *flags, *FLAGS))
+    launch = Launch("bursts", (*speculative_flags("STANDALONE"), *flags, *FLAGS))
     results, accepted = [], []
     with running(launch, logs) as server:
         for bursts in ("long", SHORT):

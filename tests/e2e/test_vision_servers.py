@@ -87,26 +87,24 @@ def suite(models: Path, logs: Path) -> LosslessnessSuite:
 PYTHONPATH = {"PYTHONPATH": str(REPOSITORY)}
 DRAFTING = {**PYTHONPATH, **RETRACTING}
 
-#: Steps, topk and rows. Twelve layers of trees with few rows: their windows are longer than
-#: SGLang leaves room for behind the context.
-SHAPES = {"chains": (5, 1, 6), "trees": (12, 3, 8)}
+#: Twelve layers of trees with few rows: their windows are longer than SGLang leaves room for behind
+#: the context.
+TREES = (
+    "--speculative-num-steps", "12", "--speculative-eagle-topk", "3",
+    "--speculative-num-draft-tokens", "8",
+)  # fmt: skip
 
 
-@pytest.fixture(
-    scope="module", params=[pytest.param("chains", marks=pytest.mark.extended), "trees"]
-)
+@pytest.fixture(scope="module")
 def seeing(
-    request: pytest.FixtureRequest, models: Path, logs: Path,
+    models: Path, logs: Path,
     suite: LosslessnessSuite,  # so that its server has gone
 ) -> Iterator[Server]:  # fmt: skip
-    steps, topk, rows = SHAPES[request.param]
     flags = (
         "--speculative-algorithm", "EAGLE3",
-        "--speculative-draft-model-path", str(models / "draft"),
-        "--speculative-num-steps", str(steps), "--speculative-eagle-topk", str(topk),
-        "--speculative-num-draft-tokens", str(rows), "--c2t", *FLAGS,
+        "--speculative-draft-model-path", str(models / "draft"), *TREES, "--c2t", *FLAGS,
     )  # fmt: skip
-    launch = SeeingLaunch(f"seeing-{request.param}", flags, models / "target", DRAFTING)
+    launch = SeeingLaunch("seeing-trees", flags, models / "target", DRAFTING)
     with running(launch, logs) as server:
         yield server
 
