@@ -213,20 +213,21 @@ def arrivals_table(servers: Sequence[Arm], limits: Mapping[str, float]) -> Table
             shares = [100 * run.within(limits) for run in server.arrived.get(rate, ())]
             middle = f"{np.median(shares):.0f} [{min(shares):.0f}, {max(shares):.0f}]"
             cells.append(middle if shares else "-")
-        found.add_row(server.name, *cells, f"{goodput(server, limits):g}/s")
+        found.add_row(server.name, *cells, f"{goodput(server, limits):.2f}/s")
     return found
 
 
 def goodput(server: Arm, limits: Mapping[str, float]) -> float:
-    """Return the highest rate, in requests per second, up to which 95 % of the requests are within
-    the ``limits`` in the median of repeats; 0 if they are at none.
+    """Return the requests per second up to which 95 % of them are within the ``limits`` in the
+    median of repeats, linear between the rates sent. It is at most the highest of these.
     """
-    best = 0.0
+    below, share = 0.0, 1.0
     for rate, runs in sorted(server.arrived.items()):
-        if np.median([run.within(limits) for run in runs]) < GOOD:
-            break
-        best = rate
-    return best
+        now = float(np.median([run.within(limits) for run in runs]))
+        if now < GOOD:
+            return below + (rate - below) * (share - GOOD) / (share - now)
+        below, share = rate, now
+    return below
 
 
 def verdict(servers: Sequence[Arm], loads: Sequence[int]) -> str:
