@@ -29,7 +29,6 @@ class Estimate:
     value: float
     low: float = math.nan
     high: float = math.nan
-    n: int = 1  # repeats
 
     @property
     def has_interval(self) -> bool:
@@ -75,10 +74,10 @@ def paired_ratio(logs: pd.DataFrame, method: str, other: str) -> Estimate | None
         return None
     mean, n, found = float(differences.mean()), len(differences), noise(logs)
     if n < 2 or found is None:
-        return Estimate(math.exp(mean), n=n)
+        return Estimate(math.exp(mean))
     variance, freedom = found
     half = float(student.ppf((1 + LEVEL) / 2, freedom)) * math.sqrt(2 * variance / n)
-    return Estimate(math.exp(mean), math.exp(mean - half), math.exp(mean + half), n)
+    return Estimate(math.exp(mean), math.exp(mean - half), math.exp(mean + half))
 
 
 def tau_gamma(counts: pd.DataFrame) -> tuple[Estimate, Estimate] | None:

@@ -82,11 +82,9 @@ class Results:
             for rate in ("speed", "decode", "thrift")
         }
 
-    def speed(
-        self, method: str, temperature: float, load: int, rate: str = "speed"
-    ) -> Estimate | None:
+    def speed(self, method: str, temperature: float, load: int) -> Estimate | None:
         """Geometric mean [slowest, fastest repeat]; ``None`` if no request was answered."""
-        logs = self._logs[temperature, load, rate][method].dropna()
+        logs = self._logs[temperature, load, "speed"][method].dropna()
         if logs.empty:
             return None
         ends = (math.exp(logs.min()), math.exp(logs.max())) if len(logs) > 1 else ()
@@ -106,27 +104,21 @@ class Results:
         logs = [self._logs[temperature, load, rate] for load in loads]
         return paired_ratio(sum(logs[1:], logs[0]) / len(logs), method, other)
 
-    def fastest(
-        self, names: Iterable[str], temperature: float, load: int, rate: str = "speed"
-    ) -> str | None:
+    def fastest(self, names: Iterable[str], temperature: float, load: int) -> str | None:
         """The fastest of ``names`` at this load; ``None`` if none of them answered."""
-        means = self._logs[temperature, load, rate][list(names)].mean().dropna()
+        means = self._logs[temperature, load, "speed"][list(names)].mean().dropna()
         return str(means.idxmax()) if len(means) else None
 
-    def best_static(self, temperature: float, load: int, rate: str = "speed") -> str | None:
+    def best_static(self, temperature: float, load: int) -> str | None:
         """The fastest of no speculation and the fixed lengths at this load."""
         static = [name for name, kind in self.kinds.items() if kind in STATIC]
-        return self.fastest(static, temperature, load, rate)
+        return self.fastest(static, temperature, load)
 
     # -- speculation ------------------------------------------------------------------------
 
-    def counts(
-        self, method: str, temperature: float, loads: Iterable[int] | None = None
-    ) -> pd.DataFrame:
+    def counts(self, method: str, temperature: float, load: int | None = None) -> pd.DataFrame:
         """Family, verifications, correct and proposed drafts of each prompt of the run."""
-        answers = self.of(method, temperature, answers=True)
-        if loads is not None:
-            answers = answers[answers.concurrency.isin(list(loads))]
+        answers = self.of(method, temperature, load, answers=True)
         sums = answers.groupby("index")[["verify", "correct", "proposed"]].sum()
         return self.prompts.to_frame("family").join(sums).fillna(0)
 
@@ -137,7 +129,7 @@ class Results:
 
         An adaptive method's gamma is counted from verified rows, without an interval.
         """
-        counts = self.counts(method, temperature, None if load is None else [load])
+        counts = self.counts(method, temperature, load)
         found = tau_gamma(counts[counts.family == family] if family else counts)
         if found is None or self.kinds[method] not in UNKNOWN_DRAFTS:
             return found
@@ -205,7 +197,6 @@ def _cell_row(cell: Cell) -> dict[str, Any]:
         "verify_rows": rows[1],
         "target_rows": sum(rows),
         "clock": clock,
-        "planner": cell.planner,
         "argv": cell.server_argv,
         "disagreements": metric_disagreements(cell) if cell.metrics else None,
     }
