@@ -107,25 +107,26 @@ def connect() -> aiohttp.ClientSession:
 
 async def send(session: aiohttp.ClientSession, url: str, job: Job, rid: str, delay: float) -> Reply:
     """Send ``job``; abort it or disconnect after ``delay`` seconds if its end says so."""
-    started, chunks, status, problem = time.monotonic(), list[Any](), 0, ""
+    answer: Any = None  # of a stream the last chunk, which repeats the others
+    started, status, problem = time.monotonic(), 0, ""
     abort = asyncio.create_task(_abort(session, url, rid, delay)) if job.end == "abort" else None
     disconnected = False
     try:
         async with asyncio.timeout(delay if job.end == "disconnect" else PATIENCE_SECONDS):
             body = {**job.body, "rid": rid, "stream": job.stream}
-            async with session.post(f"{url}{job.path}", json=body) as response:
+            async with session.post(f"{url}/generate", json=body) as response:
                 status = response.status
                 if status != 200:
                     problem = (await response.text())[:300]
                 elif not job.stream:
-                    chunks.append(await response.json())
+                    answer = await response.json()
                 else:
                     async for chunk in _events(response):
                         if "error" in chunk:
                             status = int(chunk["error"].get("code") or 500)
                             problem = str(chunk["error"].get("message"))[:300]
                         else:
-                            chunks.append(chunk)
+                            answer = chunk
     except TimeoutError:
         disconnected = job.end == "disconnect"
         status, problem = 0, "" if disconnected else "no answer"
@@ -134,7 +135,7 @@ async def send(session: aiohttp.ClientSession, url: str, job: Job, rid: str, del
     ended = time.monotonic()
     if abort is not None:
         await abort
-    outputs = outputs_of(job.path, chunks) if chunks else ()
+    outputs = () if answer is None else outputs_of(answer)
     return Reply(status, started, ended, outputs, disconnected, problem)
 
 

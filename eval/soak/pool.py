@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 
 from eval.prompts import demo_mix
-from eval.soak.malformed import CHAT, COMPLETIONS, CONTEXT_LENGTH
+from eval.soak.malformed import CONTEXT_LENGTH
 
 #: How a request ends: with its answer, aborted by its id, or because its client disconnects.
 End = Literal["answer", "abort", "disconnect"]
@@ -30,10 +30,9 @@ LOG_PROB_TOLERANCE = 1e-3  # nats, float32
 
 @dataclass(frozen=True)
 class Job:
-    """One request to send; ``key`` names its expected outputs, empty for a sampled one."""
+    """One request to /generate; ``key`` names its expected outputs, empty for a sampled one."""
 
     kind: str
-    path: str
     body: Mapping[str, Any]
     key: str = ""
     end: End = "answer"
@@ -42,7 +41,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Output:
-    """One generated sequence. OpenAI endpoints return text without token ids."""
+    """One generated sequence."""
 
     text: str = ""
     finish: str = ""  # "stop", "length", "abort"; empty while unfinished
@@ -53,23 +52,12 @@ class Output:
 Outputs = tuple[Output, ...]  # in the order of prompts and choices
 
 
-def outputs_of(path: str, chunks: Sequence[Any]) -> Outputs:
-    """Outputs of a reply, or of the chunks of a stream; ValueError for an unknown form.
-
-    /generate repeats the text in each chunk, OpenAI endpoints send pieces of one choice.
-    """
+def outputs_of(reply: Any) -> Outputs:
+    """Outputs of a reply, or of the last chunk of a stream; ValueError for an unknown form."""
     try:
-        if path == "/generate":
-            rows = chunks[-1] if isinstance(chunks[-1], list) else chunks[-1:]
-            return tuple(_generated(row) for row in rows)
-        if len(chunks) == 1:
-            choices = sorted(chunks[0]["choices"], key=lambda choice: choice["index"])
-            return tuple(Output(_text(c), c["finish_reason"] or "") for c in choices)
-        choices = [choice for chunk in chunks for choice in chunk["choices"]]
-        ends = [choice["finish_reason"] for choice in choices if choice.get("finish_reason")]
-        return (Output("".join(map(_text, choices)), ends[-1] if ends else ""),)
+        return tuple(_generated(row) for row in (reply if isinstance(reply, list) else [reply]))
     except (KeyError, TypeError) as error:
-        raise ValueError(f"{path} answered in another form: {str(chunks)[:200]}") from error
+        raise ValueError(f"an answer in another form: {str(reply)[:200]}") from error
 
 
 def _generated(row: Mapping[str, Any]) -> Output:
@@ -77,11 +65,6 @@ def _generated(row: Mapping[str, Any]) -> Output:
     log_probs = tuple(entry[0] for entry in meta.get("output_token_logprobs", ()))
     finish = (meta["finish_reason"] or {}).get("type", "")
     return Output(row["text"], finish, tuple(row["output_ids"]), log_probs)
-
-
-def _text(choice: Mapping[str, Any]) -> str:
-    message = choice.get("message") or choice.get("delta")
-    return (choice["text"] if message is None else message.get("content")) or ""
 
 
 def same(got: Outputs, expected: Outputs) -> bool:
@@ -95,18 +78,17 @@ def same(got: Outputs, expected: Outputs) -> bool:
 
 
 def begins(got: Outputs, expected: Outputs) -> bool:
-    """Whether interrupted outputs agree with the expected ones as far as they go.
-
-    Text is compared only without token ids: its last character may be incomplete.
-    """
+    """Whether interrupted outputs have the expected tokens as far as they go."""
     return len(got) <= len(expected) and all(map(_agrees, got, expected))
 
 
 def _agrees(got: Output, expected: Output) -> bool:
-    mine, other = (o.tokens if got.tokens else o.text for o in (got, expected))
-    shared = min(len(mine), len(other))
+    shared = min(len(got.tokens), len(expected.tokens))
     overrun = OVERRUN if got.finish == "abort" else 0
-    return mine[:shared] == other[:shared] and len(got.tokens) <= len(expected.tokens) + overrun
+    return (
+        got.tokens[:shared] == expected.tokens[:shared]
+        and len(got.tokens) <= len(expected.tokens) + overrun
+    )
 
 
 # -- the pool -------------------------------------------------------------------------------
@@ -170,12 +152,10 @@ def make_jobs(seed: int) -> list[Job]:
         _job("one-token prompt", {"text": "A"}, 40),
         _job("prompt fills the context", {"input_ids": ids[:-6]}, 6),
         _job("answer fills the context", {"input_ids": ids[:-124]}, 124),
-        *_openai(texts),
     ]
-    sampled = ("sampled", "chat, sampled")
-    keys = ["" if job.kind in sampled else f"{number}" for number, job in enumerate(jobs)]
     return [
-        Job(j.kind, j.path, j.body, key, j.end, j.stream) for j, key in zip(jobs, keys, strict=True)
+        job if job.kind == "sampled" else replace(job, key=str(number))
+        for number, job in enumerate(jobs)
     ]
 
 
@@ -186,27 +166,4 @@ def _job(
     sampling = {"temperature": 0, "max_new_tokens": tokens, **(params or {})}
     end = _ENDS.get(kind, "answer")
     stream = kind == "streaming" or (end != "answer" and number % 2 == 1)
-    return Job(kind, "/generate", {**fields, "sampling_params": sampling}, "", end, stream)
-
-
-def _openai(texts: Sequence[str]) -> list[Job]:
-    common: dict[str, Any] = {"model": "m", "temperature": 0, "max_tokens": 32}
-    schema = {"type": "json_schema", "json_schema": {"name": "person", "schema": _SCHEMA}}
-    completions: list[dict[str, Any]] = [
-        {"prompt": texts[0]},
-        {"prompt": texts[1], "n": 2},
-        {"prompt": [texts[2], texts[3]], "logprobs": 1},
-        {"prompt": texts[4], "stream": True},
-    ]
-    chats: list[tuple[str, dict[str, Any]]] = [
-        (texts[5], {}), (texts[6], {"stop": ["\n"]}), (texts[7], {"response_format": schema}),
-        (texts[8], {"stream": True}), ("", {}), (texts[9], {"temperature": 1.0, "seed": 3}),
-    ]  # fmt: skip
-    jobs = [
-        Job("completion", COMPLETIONS, {**common, **c}, stream="stream" in c) for c in completions
-    ]
-    for text, fields in chats:
-        kind = "chat, sampled" if "seed" in fields else "chat"
-        body = {**common, "messages": [{"role": "user", "content": text}], **fields}
-        jobs.append(Job(kind, CHAT, body, stream="stream" in fields))
-    return jobs
+    return Job(kind, {**fields, "sampling_params": sampling}, end=end, stream=stream)

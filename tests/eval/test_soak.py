@@ -26,7 +26,7 @@ from eval.soak.malformed import FATAL, HANGING, MALFORMED, mutants
 from eval.soak.pool import Job, Output, make_jobs, outputs_of, same
 
 WHOLE = (Output("one two", "stop", (1, 2, 3)),)
-JOB = Job("some", "/generate", {}, key="0")
+JOB = Job("some", {}, key="0")
 ABORTED = replace(JOB, end="abort")
 LIMIT = 8.0
 
@@ -35,8 +35,8 @@ def reply(status: int = 200, outputs: Any = WHOLE, seconds: float = 1.0, **more:
     return Reply(status, 10.0, 10.0 + seconds, outputs, **more)
 
 
-def output(tokens: tuple[int, ...], finish: str) -> tuple[Output, ...]:
-    return (Output("", finish, tokens),)
+def output(tokens: tuple[int, ...], finish: str, text: str = "") -> tuple[Output, ...]:
+    return (Output(text, finish, tokens),)
 
 
 CUT, OTHER = output((1, 2), "abort"), output((1, 5), "abort")
@@ -109,24 +109,18 @@ def test_soak_log_probabilities_may_differ_by_rounding() -> None:
     assert not same(WHOLE, expected)
 
 
-def test_soak_stream_equals_the_same_answer_in_one_piece() -> None:
+def test_soak_reads_an_answer_and_a_list_of_them() -> None:
     row = {
         "text": "one two",
         "output_ids": [1, 2, 3],
         "meta_info": {"finish_reason": {"type": "stop"}},
     }
+    assert outputs_of(row) == WHOLE
+    assert outputs_of([row, row]) == WHOLE * 2
     early = {"text": "one", "output_ids": [1], "meta_info": {"finish_reason": None}}
-    assert outputs_of("/generate", [early, row]) == outputs_of("/generate", [row]) == WHOLE
-    assert outputs_of("/generate", [[row, row]]) == WHOLE * 2
-    pieces = [
-        {"choices": [{"index": 0, "text": "one ", "finish_reason": None}]},
-        {"choices": [{"index": 0, "delta": {"content": "two"}, "finish_reason": "stop"}]},
-        {"choices": []},
-    ]
-    whole = {"choices": [{"index": 0, "text": "one two", "finish_reason": "stop"}]}
-    assert outputs_of("/v1/completions", pieces) == outputs_of("/v1/completions", [whole])
+    assert outputs_of(early) == output((1,), "", "one")
     with pytest.raises(ValueError, match="another form"):
-        outputs_of("/generate", [{"detail": "nothing"}])
+        outputs_of({"detail": "nothing"})
 
 
 def test_soak_pool_repeats_for_a_seed_and_holds_every_kind() -> None:
@@ -135,7 +129,7 @@ def test_soak_pool_repeats_for_a_seed_and_holds_every_kind() -> None:
     assert jobs != make_jobs(4)
     keys = [job.key for job in jobs if job.key]
     assert len(set(keys)) == len(keys) > 70
-    assert {job.kind for job in jobs if not job.key} == {"sampled", "chat, sampled"}
+    assert {job.kind for job in jobs if not job.key} == {"sampled"}
     assert {job.end for job in jobs} == {"answer", "abort", "disconnect"}
 
 
