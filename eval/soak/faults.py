@@ -1,14 +1,11 @@
-"""Faults of a serving server: pauses, flushes, policy switches, lost files, a killed process."""
+"""Faults of a serving server: pauses, flushes, policy switches, lost files."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import random
 import shutil
-import signal
-import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -17,16 +14,10 @@ from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import aiohttp
-import psutil
 
-from eval.server import Server
 from eval.soak.clients import Interruptions
-
-#: Longest that a server may take to end after one of its processes was killed.
-END_SECONDS = 30.0
 
 POLICIES = {
     "chain": ("c2t", "c2t-log", "c2t-plus", "dyjoint", "dymax", "fixed", "auto"),
@@ -147,41 +138,3 @@ class Faults:
             self.answers[fault, reply.status] += 1
             if reply.status not in (allowed or (200,)):
                 self.unexpected.append(f"{fault}: {reply.status} {(await reply.text())[:200]}")
-
-
-@dataclass(frozen=True)
-class Ending:
-    """How a server ended after one of its processes was killed."""
-
-    seconds: float
-    returncode: int | None  # None: it did not end
-    orphans: tuple[int, ...]  # processes of it that still exist
-    port_free: bool
-
-    @property
-    def clean(self) -> bool:
-        """Whether it ended by itself, with an error code, and left nothing."""
-        return bool(self.returncode) and not self.orphans and self.port_free
-
-
-def kill_child(server: Server, title: str) -> Ending:
-    """SIGKILL the child process that SGLang named ``title``, and wait for the server to end."""
-    processes = server.processes()[1:]
-    (child,) = (p for p in processes if title in " ".join(p.cmdline()))
-    start = time.monotonic()
-    os.kill(child.pid, signal.SIGKILL)
-    with contextlib.suppress(Exception):
-        server.process.wait(timeout=END_SECONDS)
-    _, left = psutil.wait_procs(processes, timeout=5)
-    orphans = tuple(p.pid for p in left if p.status() != psutil.STATUS_ZOMBIE)
-    seconds = time.monotonic() - start
-    return Ending(seconds, server.process.poll(), orphans, _port_is_free(server.url))
-
-
-def _port_is_free(url: str) -> bool:
-    address = urlsplit(url)
-    with socket.socket() as probe, contextlib.suppress(OSError):
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        probe.bind((address.hostname, address.port))
-        return True
-    return False

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 REPOSITORY = Path(__file__).parents[2]
 CONCURRENCY = 16
+#: Longest that a server may take to end after one of its processes was killed.
+END_SECONDS = 30.0
 
 # Lengths differ so that requests leave the batch at different steps and others join.
 BODIES: list[dict[str, Any]] = [

@@ -15,11 +15,10 @@ import requests
 
 from eval import server as servers
 from eval.server import Launch, Server, environment, running, speculative_flags
-from eval.soak.faults import END_SECONDS
 from sglang_c2t.offline.client import run_load
 from sglang_c2t.offline.servers import free_port, stop
 from sglang_c2t.srt.draft.state_file import EVERY_IF_ASKED
-from tests.e2e.conftest import BODIES, CONCURRENCY, assert_counted, counted, series
+from tests.e2e.conftest import BODIES, CONCURRENCY, END_SECONDS, assert_counted, counted, series
 from tests.e2e.mixed_load import FLAGS, RETRACTING, LosslessnessSuite
 from tests.e2e.test_unusual_servers import BIND
 

@@ -21,7 +21,7 @@ from eval.soak.clients import (
     judge,
     judge_malformed,
 )
-from eval.soak.faults import ClassifierFile, Ending
+from eval.soak.faults import ClassifierFile
 from eval.soak.malformed import FATAL, HANGING, MALFORMED, mutants
 from eval.soak.pool import Job, Output, make_jobs, outputs_of, same
 
@@ -205,13 +205,6 @@ def test_soak_exceptions_are_the_last_lines_of_tracebacks() -> None:
     }  # fmt: skip
     assert exceptions("all is well\n") == Counter()
     assert exceptions(f"{LOG}The server is fired up and ready to roll!\n") == Counter()
-
-
-def test_soak_server_ends_cleanly_only_by_itself_and_without_leftovers() -> None:
-    clean = Ending(1, -9, (), True)
-    assert clean.clean
-    for harm in ({"returncode": None}, {"returncode": 0}, {"orphans": (7,)}, {"port_free": False}):
-        assert not replace(clean, **harm).clean  # type: ignore[arg-type]
 
 
 def test_soak_harmed_classifier_file_is_restored(tmp_path: Path) -> None:
