@@ -35,7 +35,7 @@ from eval.prompts import demo_mix
 from eval.server import DRAFTS, Launch, Server, running, speculative_flags
 from eval.soak.clients import BAD, Clients, Interruptions, ask_reference, connect
 from eval.soak.faults import ClassifierFile, Faults
-from eval.soak.malformed import CONTEXT_LENGTH, FATAL, MALFORMED, mutants, request_fields
+from eval.soak.malformed import CONTEXT_LENGTH, FATAL, MALFORMED
 from eval.soak.pool import make_jobs
 from sglang_c2t.files import write_texts
 from sglang_c2t.offline.client import greedy, run_load
@@ -61,7 +61,7 @@ SHAPES: dict[str, tuple[tuple[int, ...], str]] = {
     "chain": ((5,), "c2t"),
     "tree": ((5, 4, 16), "c2t-tree"),
 }
-NUM_MUTANTS, WARM_UPS = 300, 10
+WARM_UPS = 10
 PROBES = [greedy(prompt.text, 24) for prompt in demo_mix(8)]
 #: Log lines of a scheduler that fails.
 ALARMS = ("leak detected", "SIGQUIT received", "Health check failed", "watchdog timeout")
@@ -217,7 +217,7 @@ def exceptions(log: str) -> Counter[str]:
 
 def soak(args: argparse.Namespace, progress: Progress) -> list[Soak]:
     """Soak all shapes, one after the other."""
-    jobs, made = make_jobs(args.seed), mutants(request_fields(), NUM_MUTANTS, args.seed)
+    jobs = make_jobs(args.seed)
     with running(Launch("without-speculation", COMMON), args.out) as server:
         task = progress.add_task(
             "reference answers", total=sum(bool(job.key) for job in jobs) + len(MALFORMED)
@@ -232,7 +232,7 @@ def soak(args: argparse.Namespace, progress: Progress) -> list[Soak]:
         flags = (*COMMON, *TIGHT, *speculative_flags(args.algorithm, *draft), *c2t)
         rng, ended = random.Random(args.seed), Interruptions(TIME_LIMIT)
         with running(Launch(shape, flags, env=STRICT), args.out) as server:
-            malformed = (*MALFORMED, *FATAL, *made)
+            malformed = (*MALFORMED, *FATAL)
             clients = Clients(server.url, jobs, malformed, reference, ended, rng)
             one = Soak(shape, server, clients, Faults(server.url, shape, classifier, ended, rng))
             try:

@@ -156,11 +156,12 @@ async def _abort(session: aiohttp.ClientSession, url: str, rid: str, delay: floa
 async def send_malformed(session: aiohttp.ClientSession, url: str, case: Malformed) -> Reply:
     """Send it as it is."""
     started, status, problem = time.monotonic(), 0, "no answer"
-    headers = {"Content-Type": case.content_type, **dict(case.headers)}
     with contextlib.suppress(aiohttp.ClientError, TimeoutError):
         async with (
             asyncio.timeout(PATIENCE_SECONDS),
-            session.request(case.method, url + case.path, data=case.raw, headers=headers) as reply,
+            session.request(
+                case.method, url + case.path, data=case.raw, headers=case.headers
+            ) as reply,
         ):
             status, problem = reply.status, (await reply.text())[:300]
     return Reply(status, started, time.monotonic(), problem=problem)
@@ -249,7 +250,7 @@ class Clients:
         if isinstance(card, Malformed):
             kind, name = "malformed", card.name
             reply = await send_malformed(session, self.url, card)
-            served = card.may_be_served or name in self.reference.served
+            served = name in self.reference.served
             verdict = judge_malformed(reply, served, self.interruptions)
         else:
             kind, name = card.kind, card.key

@@ -20,9 +20,10 @@ import pytest
 import requests
 
 from eval.server import DRAFTS, TARGET, Launch, Server, running, speculative_flags
-from eval.soak.malformed import FATAL, HANGING, Malformed, mutants, request_fields
+from eval.soak.malformed import FATAL, HANGING, Malformed
 from sglang_c2t.offline.client import greedy
 from tests.e2e.conftest import REPOSITORY, settings_of
+from tests.e2e.mutants import mutants, request_fields
 
 API = "for-clients"
 REST = "and-admins"
@@ -203,8 +204,7 @@ def answered(attacked: Attacked, case: Malformed) -> int:
     """The status; 0 for no answer."""
     headers: dict[str, Any] = {
         **attacked.owner,
-        "Content-Type": case.content_type,
-        **{name: value.encode("latin-1") for name, value in case.headers},
+        **{name: value.encode("latin-1") for name, value in case.headers.items()},
     }
     try:
         return requests.request(
