@@ -77,7 +77,7 @@ class Faults:
         deck: list[Any] = []
         while time.monotonic() < until:
             if not deck:
-                deck = [self._flush, self._pause, self._abort_all, self._read, self._refused,
+                deck = [self._flush, self._pause, self._abort_all, self._read,
                         self._harm_classifier, *3 * [self._switch]]  # fmt: skip
                 self.rng.shuffle(deck)
             await deck.pop()(session)
@@ -113,13 +113,6 @@ class Faults:
         if body["policy"] not in ("fixed", "eagle2", "auto"):
             body["beta"] = self.rng.choice((None, 0.05, 0.5, 0.9))
         await self._ask(session, "switch policy", "/c2t", body)
-
-    async def _refused(self, session: aiohttp.ClientSession) -> None:
-        bodies: tuple[Any, ...] = (
-            {"beta": 7}, {"policy": "unknown"}, {"colour": 1}, {}, [], {"classifier": "/nowhere"},
-        )  # fmt: skip
-        for body in bodies:
-            await self._ask(session, "refused switch", "/c2t", body, 400)
 
     async def _harm_classifier(self, session: aiohttp.ClientSession) -> None:
         """A server serves on with the loaded classifier, and does not load a harmed file."""
