@@ -32,7 +32,7 @@ from eval import terminal
 from eval.bench.provenance import provenance
 from eval.metrics import SpecTotals
 from eval.prompts import demo_mix
-from eval.server import DRAFTS, Launch, Server, running, speculative_flags
+from eval.server import Launch, Server, running, speculative_flags
 from eval.soak.clients import BAD, Clients, Interruptions, ask_reference, connect
 from eval.soak.faults import ClassifierFile, Faults
 from eval.soak.malformed import CONTEXT_LENGTH, FATAL, MALFORMED
@@ -62,6 +62,8 @@ SHAPES: dict[str, tuple[tuple[int, ...], str]] = {
     "tree": ((5, 4, 16), "c2t-tree"),
 }
 WARM_UPS = 10
+#: Seconds of load between two measurements.
+ROUND_SECONDS = 30.0
 PROBES = [greedy(prompt.text, 24) for prompt in demo_mix(8)]
 #: Log lines of a scheduler that fails.
 ALARMS = ("leak detected", "SIGQUIT received", "Health check failed", "watchdog timeout")
@@ -92,8 +94,8 @@ class Soak:
     miscounted: list[str] = field(default_factory=list)
     found: list[Check] = field(default_factory=list)
 
-    def run(self, minutes: float, concurrency: int, seconds: float, progress: Progress) -> None:
-        """Rounds of ``seconds`` until time is up and every kind of request was sent."""
+    def run(self, minutes: float, progress: Progress) -> None:
+        """Load and measure in turn until time is up and every kind of request was sent."""
         for _ in range(WARM_UPS):  # the first requests compile, and may exceed the time limit
             with contextlib.suppress(requests.HTTPError, aiohttp.ClientError):
                 run_load(self.server.url, PROBES, concurrency=len(PROBES))
@@ -101,19 +103,17 @@ class Soak:
         task, start = progress.add_task(f"{self.shape}: seconds", total=60 * minutes), time.time()
         self._measure()
         while time.time() - start < 60 * minutes or self.clients.decks < 2:
-            asyncio.run(self._round(time.monotonic() + seconds, concurrency))
+            asyncio.run(self._round(time.monotonic() + ROUND_SECONDS))
             self._measure()
             bad = sum(outcome.verdict in BAD for outcome in self.clients.outcomes)
             text = f"{self.shape}: {len(self.clients.outcomes)} requests, {bad} bad; seconds"
             progress.update(task, completed=time.time() - start, description=text)
-        asyncio.run(self.clients.run_once(concurrency=4))
+        asyncio.run(self.clients.run_once())
         self._measure()
 
-    async def _round(self, until: float, concurrency: int) -> None:
+    async def _round(self, until: float) -> None:
         async with connect() as session:
-            await asyncio.gather(
-                self.clients.run(session, until, concurrency), self.faults.run(session, until)
-            )
+            await asyncio.gather(self.clients.run(session, until), self.faults.run(session, until))
 
     def _measure(self) -> None:
         """Wait until the server is idle; read memory, what it still holds, and its metrics.
@@ -142,7 +142,6 @@ class Soak:
         verdicts = Counter(outcome.verdict for outcome in outcomes)
         right = {outcome.kind for outcome in outcomes if outcome.verdict == "right"}
         kinds = {job.kind for job in self.clients.jobs if job.end == "answer"}
-        sent = {outcome.name for outcome in outcomes}
         log = self.server.log.read_text(errors="replace")
         found = exceptions(log) - exceptions(log_of_reference)
         retracted = metrics(self.server.url)["sglang:num_retracted_requests_total"]
@@ -151,7 +150,6 @@ class Soak:
             _none("outputs differ from those without speculation", verdicts["wrong"]),
             _none("unexpected answers", verdicts["unexpected"]),
             _none("kinds never answered", kinds - right - {"longer than the time limit"}),
-            _none("malformed never sent", {c.name for c in self.clients.malformed} - sent),
             _none("unexpected answers to faults", self.faults.unexpected),
             _none("idle, but not empty", [x for x in self.leftovers if any(x.values())]),
             _none("metrics that disagree with replies", self.miscounted),
@@ -229,14 +227,14 @@ def soak(args: argparse.Namespace, progress: Progress) -> list[Soak]:
         draft, name = SHAPES[shape]
         classifier = ClassifierFile.copied(args.out / f"{shape}-classifier", name)
         c2t = ("--c2t", "--c2t-policy", "c2t", "--c2t-classifier", str(classifier.path))
-        flags = (*COMMON, *TIGHT, *speculative_flags(args.algorithm, *draft), *c2t)
+        flags = (*COMMON, *TIGHT, *speculative_flags("EAGLE3", *draft), *c2t)
         rng, ended = random.Random(args.seed), Interruptions(TIME_LIMIT)
         with running(Launch(shape, flags, env=STRICT), args.out) as server:
             malformed = (*MALFORMED, *FATAL)
             clients = Clients(server.url, jobs, malformed, reference, ended, rng)
             one = Soak(shape, server, clients, Faults(server.url, shape, classifier, ended, rng))
             try:
-                one.run(args.minutes / len(args.shapes), args.concurrency, args.round, progress)
+                one.run(args.minutes / len(args.shapes), progress)
                 one.found = one.checks(stock_log.read_text(errors="replace"))
             except (requests.RequestException, aiohttp.ClientError) as error:
                 one.found = [Check("the server serves to the end", repr(error)[:400], False)]
@@ -277,9 +275,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--minutes", type=float, default=15.0, help="of load, all shapes together; longer if a "
         "slow machine needs it to send every kind of request")  # fmt: skip
     add("--shapes", nargs="+", choices=tuple(SHAPES), default=list(SHAPES))
-    add("--algorithm", choices=sorted(DRAFTS), default="EAGLE3")
-    add("--concurrency", type=int, default=24, help="clients at once")
-    add("--round", type=float, default=30.0, help="seconds between measurements")
     add("--seed", type=int, default=0)
     add("--out", type=Path, default=Path("runs/soak") / time.strftime("%Y%m%d-%H%M%S"))
     args = parser.parse_args(argv)

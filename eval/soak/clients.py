@@ -24,6 +24,7 @@ BAD: tuple[Verdict, ...] = ("wrong", "unexpected")
 PATIENCE_SECONDS = 120.0
 #: Seconds until a request that is to be aborted or abandoned ends.
 SHORT_LIVES = (0.02, 1.5)
+AT_ONCE = 24
 
 
 @dataclass(frozen=True)
@@ -218,16 +219,16 @@ class Clients:
     _deck: list[Job | Malformed] = field(default_factory=list)
     _sent: int = 0
 
-    async def run(self, session: aiohttp.ClientSession, until: float, concurrency: int) -> None:
+    async def run(self, session: aiohttp.ClientSession, until: float) -> None:
         """Send until ``until`` on the monotonic clock; return when the last reply is in."""
 
         async def client() -> None:
             while time.monotonic() < until:
                 await self._serve(session, self._draw())
 
-        await asyncio.gather(*(client() for _ in range(concurrency)))
+        await asyncio.gather(*(client() for _ in range(AT_ONCE)))
 
-    async def run_once(self, concurrency: int) -> None:
+    async def run_once(self) -> None:
         """Send every deterministic job once, to its end."""
         self._deck = [replace(job, end="answer") for job in self.jobs if job.key]
 
@@ -236,7 +237,7 @@ class Clients:
                 await self._serve(session, self._deck.pop())
 
         async with connect() as session:
-            await asyncio.gather(*(client(session) for _ in range(concurrency)))
+            await asyncio.gather(*(client(session) for _ in range(4)))
 
     def _draw(self) -> Job | Malformed:
         if not self._deck:
