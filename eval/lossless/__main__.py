@@ -160,7 +160,7 @@ class Found:
 
     control: list[greedy.Wave] = field(default_factory=list)  # of servers without --c2t
     waves: list[greedy.Wave] = field(default_factory=list)
-    noise: greedy.Noise | None = None
+    noise: float | None = None  # nats
     tests: list[sampling.SampleTest] = field(default_factory=list)
     seeded: list[seeded.Reproduced] = field(default_factory=list)
     broken: list[Broken] = field(default_factory=list)
@@ -345,7 +345,7 @@ def show(found: Found, decode: Callable[[Sequence[int]], str], console: Console)
                 markup=False,
             )
     if found.noise is not None:
-        console.print(f"Rounding noise in nats: {found.noise}; a tie is within {greedy.SAFETY:g}x")
+        console.print(f"Rounding noise: {found.noise:.2e} nats; a tie is within {greedy.SAFETY:g}x")
     for broken in found.broken:
         console.print(f"{broken.server} broke: {broken.message}", markup=False)
     verdict = "lossless: yes" if found.defects == 0 else f"lossless: NO, {found.defects} defects"

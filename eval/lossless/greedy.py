@@ -9,7 +9,6 @@ measures that noise.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -181,25 +180,11 @@ def check(
 # -- defect or tie --------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Noise:
-    """Differences in nats between the served model's lead of one token and float32's."""
-
-    largest: float
-    median: float
-    places: int
-
-    @property
-    def bound(self) -> float:
-        """A smaller lead decides nothing."""
-        return SAFETY * self.largest
-
-
-def classify(url: str, divergences: Sequence[Divergence], noise: Noise) -> None:
+def classify(url: str, divergences: Sequence[Divergence], noise: float) -> None:
     """Make each unclassified divergence a tie or a defect, by the float32 server at ``url``.
 
-    A tie: the likeliest token leads over the lesser of the two by less than the noise. Where a
-    grammar forbids tokens, the likelier of the two counts as the likeliest.
+    A tie: the likeliest token leads over the lesser of the two by at most ``SAFETY`` times the
+    noise. Where a grammar forbids tokens, the likelier of the two counts as the likeliest.
     """
     unclear = [d for d in divergences if d.verdict == "unclassified"]
     replies = logprobs(
@@ -211,11 +196,11 @@ def classify(url: str, divergences: Sequence[Divergence], noise: Noise) -> None:
         both = [value for value, _, _ in meta["output_token_ids_logprobs"][0]]
         best = max(both) if divergence.constrained else meta["output_top_logprobs"][0][0][0]
         divergence.lead = best - min(both)
-        tie = divergence.lead <= noise.bound
+        tie = divergence.lead <= SAFETY * noise
         divergence.verdict = "tie" if tie else "defect"
         divergence.why = (
             f"in float32 the likeliest token leads by {divergence.lead:.2e} nats, "
-            f"{'within' if tie else 'beyond'} rounding ({noise.bound:.2e})"
+            f"{'within' if tie else 'beyond'} rounding ({SAFETY * noise:.2e})"
         )
 
 
@@ -226,8 +211,8 @@ def served_answers(url: str, prompts: Sequence[Sequence[int]], length: int = 64)
     return list(zip(prompts, replies, strict=True))
 
 
-def rounding_noise(url: str, served: Sequence[Any]) -> Noise:
-    """How far the leads of ``served`` answers are from those of the float32 server at ``url``.
+def rounding_noise(url: str, served: Sequence[Any]) -> float:
+    """Nats by which a lead of the ``served`` answers differs at most from the float32 server's.
 
     A lead is the difference of the log-probabilities of the two best tokens at a place. Places with
     a lead below ``NEAR_TIE`` count, as answers diverge there; all places if there is none.
@@ -245,8 +230,7 @@ def rounding_noise(url: str, served: Sequence[Any]) -> Noise:
                 errors.append((lead, abs(lead - (known[first] - known[second]))))
     if not errors:
         raise ValueError("the served answers are empty, so no rounding can be measured on them")
-    noise = [error for lead, error in errors if lead < NEAR_TIE] or [e for _, e in errors]
-    return Noise(max(noise), statistics.median(noise), len(noise))
+    return max([error for lead, error in errors if lead < NEAR_TIE] or [e for _, e in errors])
 
 
 def logprobs(

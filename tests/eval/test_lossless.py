@@ -19,7 +19,7 @@ from transformers import LlamaForCausalLM
 from eval.lossless import __main__ as command
 from eval.lossless import greedy, sampling, seeded, servers
 from eval.lossless.__main__ import FULL, Found
-from eval.lossless.greedy import Divergence, Noise, Output, Wave, compare, first_difference
+from eval.lossless.greedy import Divergence, Output, Wave, compare, first_difference
 from eval.lossless.seeded import Reproduced
 from eval.lossless.servers import Broken, Models, visit_all
 from eval.lossless.workload import KINDS, LONG_PROMPT, LONGEST_ANSWER, Request, mixed
@@ -30,7 +30,7 @@ from tests.tiny_llama import VOCAB, tiny_llama
 
 REQUEST = Request(3, "ordinary", {"input_ids": [1, 2], "sampling_params": {}})
 PROMPTS = [[(7 * i + j) % VOCAB for j in range(3 + i % 4)] for i in range(24)]
-NOISE = Noise(largest=0.1, median=0.01, places=1000)
+NOISE = 0.1
 
 
 # -- divergences ----------------------------------------------------------------------------
@@ -155,13 +155,13 @@ def test_lossless_tie_is_a_lead_within_twice_the_measured_noise() -> None:
     clear = [difference(Output((token,)), (2,)) for token in (5, 6)]
     constrained = replace(clear[0], constrained=True)
     with fake_server(tied_llama()) as exact:
-        greedy.classify(exact.url, [*clear, constrained], Noise(1e-5, 1e-5, 1))
+        greedy.classify(exact.url, [*clear, constrained], 1e-5)
         assert (constrained.verdict, constrained.lead) == ("tie", pytest.approx(0, abs=1e-5))
         leads = sorted(d.lead for d in clear if d.lead is not None)
         assert len(leads) == 2
         assert leads[0] > 1, "a third token is the likeliest by more than both differ"
         again = [replace(d, verdict="unclassified") for d in clear]
-        greedy.classify(exact.url, again, Noise(sum(leads) / 4, 0.01, 1))
+        greedy.classify(exact.url, again, sum(leads) / 4)
     assert {d.verdict: d.lead for d in again} == {"tie": leads[0], "defect": leads[1]}
 
 
@@ -178,9 +178,8 @@ def test_lossless_noise_is_the_error_of_served_leads() -> None:
             reply["output_ids"], reply["meta_info"]["output_top_logprobs"] = [], []
         with pytest.raises(ValueError, match="are empty"):
             greedy.rounding_noise(plain.url, served)
-    assert exact.largest < 1e-5
-    assert noise.largest == pytest.approx(0.05, abs=1e-5)
-    assert 0 < noise.places <= exact.places <= 24 * 12
+    assert exact < 1e-5
+    assert noise == pytest.approx(0.05, abs=1e-5)
 
 
 # -- workload -------------------------------------------------------------------------------
