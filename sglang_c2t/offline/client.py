@@ -169,13 +169,17 @@ def stream_all(
             read_bufsize=1 << 20,
         ) as session:
             start, sent = clock(), []
-            for body, arrival in zip(bodies, arrivals or [0.0] * len(bodies), strict=True):
-                while (left := start + arrival - clock()) > 0.0:
-                    await asyncio.sleep(min(left, POLL_SECONDS))  # the clock may stand still
-                sent.append(asyncio.create_task(stream(session, body)))
-            return await asyncio.gather(*sent)
+            async with asyncio.TaskGroup() as group:  # the first failure ends the others
+                for body, arrival in zip(bodies, arrivals or [0.0] * len(bodies), strict=True):
+                    while (left := start + arrival - clock()) > 0.0:
+                        await asyncio.sleep(min(left, POLL_SECONDS))  # the clock may stand still
+                    sent.append(group.create_task(stream(session, body)))
+            return [task.result() for task in sent]
 
-    return asyncio.run(stream_them())
+    try:
+        return asyncio.run(stream_them())
+    except BaseExceptionGroup as failed:
+        raise failed.exceptions[0] from failed
 
 
 def full_load_rate(spans: Iterable[tuple[float, float, float, int]], load: int) -> float:

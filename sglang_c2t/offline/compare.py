@@ -7,6 +7,7 @@ The command starts a user's server without speculation, with SGLang's own specul
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -380,11 +381,11 @@ def _sequence(settings: Settings, bodies: Bodies) -> list[Load]:
 
 def arrivals(rate: float, count: int, burstiness: float, *, seed: int) -> list[float]:
     """Return the seconds at which ``count`` requests arrive, the first at 0: gaps have a gamma
-    distribution of this shape and a mean of 1 / ``rate``, as in vLLM's and SGLang's benchmarks.
+    distribution of this shape and a mean of 1 / ``rate``, as in vLLM's benchmark.
     """
     draw = random.Random(f"{seed}/{rate}")
-    gaps = [draw.gammavariate(burstiness, 1.0 / (rate * burstiness)) for _ in range(count - 1)]
-    return [sum(gaps[:n]) for n in range(count)]
+    gaps = (draw.gammavariate(burstiness, 1.0 / (rate * burstiness)) for _ in range(count - 1))
+    return [*itertools.accumulate(gaps, initial=0.0)]
 
 
 def _warmed_up(server: Arm, url: str, load: Load) -> bool:

@@ -32,7 +32,7 @@ class Turns:
         self._clocks: dict[str, tuple[float, float | None]] = dict.fromkeys(groups, (0.0, None))
         self._done = {name: threading.Event() for name in groups}
         self.over = False
-        """Whether all servers run again, so that clocks stand still."""
+        """Whether all servers run again, at once, and so do their clocks."""
 
     def clock(self, name: str) -> float:
         """Return the seconds that a server has run."""
@@ -55,7 +55,8 @@ class Turns:
             for done in self._done.values():
                 done.set()
             thread.join()
-            self.over = True
+            self.over, now = True, time.perf_counter()
+            self._clocks = {name: (self.clock(name), now) for name in self._groups}
             self._signal(signal.SIGCONT, *self._groups)
 
     def _rotate(self) -> None:
