@@ -29,7 +29,7 @@ LINES = {
     "sglang_c2t/draft": 1190,
     "sglang_c2t/guides": 80,
     "sglang_c2t/kernels": 2660,
-    "sglang_c2t/offline": 3420,
+    "sglang_c2t/offline": 3430,
     "sglang_c2t/plan": 2810,
     "sglang_c2t/policies": 1060,
     "sglang_c2t/srt": 2210,
