@@ -241,11 +241,11 @@ def _check(_args: argparse.Namespace) -> int:
 
 
 def _limit(text: str) -> tuple[str, float]:
-    """Parse KIND:MS; argparse makes an error of ValueError."""
-    kind, _, value = text.partition(":")
-    if kind not in ("ttft", "tpot", "e2el") or not 0.0 < float(value) < float("inf"):
+    """Parse KIND:MS."""
+    found = re.fullmatch(r"(ttft|tpot|e2el):(\d+\.?\d*)", text)
+    if found is None or not float(found[2]):
         raise argparse.ArgumentTypeError(f"{text!r} is not ttft, tpot or e2el, a colon, and ms")
-    return kind, float(value)
+    return found[1], float(found[2])
 
 
 def _compare(args: argparse.Namespace) -> int:
@@ -263,10 +263,13 @@ def _compare(args: argparse.Namespace) -> int:
         if min(values, default=1) < 1:
             flag = "--" + name.replace("_", "-")
             raise ConfigError(f"{flag} must be 1 or more, got {min(values)}")
+    for flag, values in (("--rates", args.rates), ("--burstiness", [args.burstiness])):
+        if wrong := [value for value in values if not 0.0 < value <= 1000.0]:  # nan too
+            raise ConfigError(f"{flag} must be above 0 and at most 1000, got {wrong[0]:g}")
     if bool(args.rates) != bool(args.goodput):
         raise ConfigError("--rates and --goodput need each other: --rates 1 2 --goodput tpot:100")
-    if min([*args.rates, args.burstiness]) <= 0.0:
-        raise ConfigError("--rates and --burstiness must be above 0")
+    if not args.at_once and not args.rates:
+        raise ConfigError("--at-once must name a load, unless --rates does")
     settings = Settings(
         read_prompts(args.data or MIXED),
         against=args.against,

@@ -403,7 +403,7 @@ def _warmed_up(server: Arm, url: str, load: Load) -> bool:
 
 
 def _send(server: Arm, url: str, load: Load, turns: Turns | None = None) -> None:
-    """Send a load once, prefill included. What ends after the ``turns`` has no time."""
+    """Send a load once, prefill included. It does not count if it ends after the ``turns``."""
     clock = partial(turns.clock, server.name) if turns else time.perf_counter
     with _failures_of(server, load):
         answers = stream_all(

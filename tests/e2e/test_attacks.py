@@ -129,7 +129,7 @@ def bodies_of_attacks(folder: Path) -> list[Any]:
 
 
 def test_nothing_that_is_posted_runs_code_or_opens_files(attacked: Attacked) -> None:
-    """By whoever may change the server."""
+    """By a client that may change the server."""
     before, in_force = attacked.outputs(), attacked.settings()
     for body in bodies_of_attacks(attacked.folder):
         response = attacked.post("/c2t", body, attacked.owner)

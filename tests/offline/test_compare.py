@@ -97,9 +97,18 @@ def test_compare_open_loops_print_requests_within_limits_and_goodput(prompts: Pa
     [
         (("--rates", "2"), "--rates and --goodput need each other"),
         (("--goodput", "tpot:9"), "--rates and --goodput need each other"),
-        (("--rates", "0", "--goodput", "tpot:9"), "must be above 0"),
+        (
+            ("--rates", "0", "--goodput", "tpot:9"),
+            "--rates must be above 0 and at most 1000, got 0",
+        ),
+        (("--rates", "nan", "--goodput", "tpot:9"), "--rates must be above 0 and at most 1000"),
+        (("--burstiness", "inf"), "--burstiness must be above 0 and at most 1000, got inf"),
+        (("--at-once",), "--at-once must name a load, unless --rates does"),
         (("--rates", "2", "--goodput", "itl:9"), "'itl:9' is not ttft, tpot or e2el"),
-        (("--rates", "2", "--goodput", "tpot:fast"), "invalid _limit value: 'tpot:fast'"),
+        (
+            ("--rates", "2", "--goodput", "tpot:fast"),
+            "'tpot:fast' is not ttft, tpot or e2el, a colon",
+        ),
     ],
 )
 def test_compare_wrong_rate_or_limit_is_an_error_that_names_it(
