@@ -47,7 +47,7 @@ LINES = {
     "tests/emulated": 4720,
     "tests/eval": 5490,
     "tests/kernels": 1990,
-    "tests/offline": 1920,
+    "tests/offline": 1930,
     "tests/patches": 510,
     "tests/plan": 1610,
     "tests/policies": 680,
