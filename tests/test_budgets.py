@@ -55,7 +55,7 @@ LINES = {
 }
 
 #: Words of Markdown by folder.
-WORDS = {".": 3_200, "eval": 10_060, "patches": 700, "sglang_c2t": 10_200, "tests": 0}
+WORDS = {".": 3_200, "eval": 10_230, "patches": 700, "sglang_c2t": 10_200, "tests": 0}
 
 
 def budget_of(path: Path, budgets: dict[str, int]) -> str:
